@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli._version import __version__
 from kvcli.errors import ConfigError, UsageError, error_text, explain
@@ -18,11 +19,9 @@ class Recipe(BaseModel):
     """One recipe.
 
     Attributes:
-        model, fingerprint: of the model, as `LoadedModel` has them.
         settings: of the method; bits may be lists, a number for each layer.
-        artifact: folder of a fitted method's artifact, which may be elsewhere, and the seal of its metadata; None
-            without one.
-        measured: bits and loss with its interval, and on which text, as plain values for people.
+        artifact, artifact_sha256: folder of a fitted method's artifact, and the seal of its metadata.
+        measured: bits, loss with its interval, and on which text, as plain values.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -32,19 +31,16 @@ class Recipe(BaseModel):
     model: str
     fingerprint: str
     method: str
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any] = {}
     artifact: str | None = None
     artifact_sha256: str | None = None
-    measured: dict[str, Any] = Field(default_factory=dict)
+    measured: dict[str, Any] = {}
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads and checks a file, without torch; ConfigError: it is no recipe, or of a method that is not known."""
-        import yaml
-
         try:
-            values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-            recipe = cls.model_validate(values)
+            recipe = cls.model_validate(yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")))
             check_settings(recipe.method, recipe.settings)
         except ValidationError as error:
             raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
@@ -58,11 +54,9 @@ class Recipe(BaseModel):
 
     def save(self, path: Path) -> None:
         """Writes the file, lists of numbers in lines of their own."""
-        import yaml
-
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
         with replacing(path) as temporary:
-            text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
             temporary.write_text(text, encoding="utf-8")
 
     def check_model(self, fingerprint: str) -> None:
@@ -76,17 +70,12 @@ class Recipe(BaseModel):
         if reason is not None:
             raise ConfigError(f"the recipe was made for {self.model}, not for this model: {reason}")
 
-    def check_artifact(self, folder: str | Path | None) -> Path | None:
-        """The artifact's folder, that of the recipe by default; ConfigError: it is not the artifact that was measured.
-
-        None if the method takes none.
-        """
+    def find_artifact(self, folder: str | Path | None = None) -> Path | None:
+        """The artifact's folder, by default the recipe's, None without one; ConfigError: it holds another one."""
         folder = folder or self.artifact
-        if (None if folder is None else artifact_sha256(folder)) != self.artifact_sha256:
-            if self.artifact_sha256 is None:
-                raise ConfigError(f"the recipe's method, {self.method}, has no artifact; omit {folder}")
-            raise ConfigError(f"{folder} does not hold the artifact of the recipe; name the folder that does")
-        return None if folder is None else Path(folder)
+        if (folder and artifact_sha256(folder)) != self.artifact_sha256:
+            raise ConfigError(f"{folder} does not hold the artifact of the recipe, if it has one; name it")
+        return Path(folder) if folder else None
 
 
 def artifact_sha256(folder: str | Path) -> str | None:

@@ -36,6 +36,7 @@ ROOMS = [
     ("eval",),
     ("bench",),
     ("plan",),
+    ("tune",),
     ("integrations",),
     ("report",),
     ("cli",),
@@ -106,13 +107,13 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3959,  # tables as Markdown
+    ".": 4203,  # tables as Markdown
     "artifact": 400,
     "attention": 2535,  # codecs of a model that is not loaded by transformers
     "bench": 3276,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 3952,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
+    "cli": 4096,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 3065,  # rows without gradients, options that differ by name
     "integrations": 2026,  # the backend of vLLM; pages that both engines share

@@ -73,7 +73,7 @@ def attach(
     if recipe is not None:
         given = Recipe.read(recipe)
         method, config = given.method, {**given.settings, **config}
-        artifact = given.check_artifact(artifact)  # type: ignore[arg-type]
+        artifact = given.find_artifact(artifact)  # type: ignore[arg-type]
     record, _ = parse_method(method)
     if module.dtype == torch.float64 and record.name != BASELINE:
         raise UnsupportedModelError(

@@ -27,6 +27,7 @@ from kvcli.cli import (
     report,
     serve,
     suites,
+    tune,
     warmup,
 )
 from kvcli.cli.output import write_stdout
@@ -58,8 +59,8 @@ def _main(
 
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, methods.COMMAND),
-    *(report.COMMAND, inspect.COMMAND, diff.COMMAND),
+    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, tune.COMMAND),
+    *(methods.COMMAND, report.COMMAND, inspect.COMMAND, diff.COMMAND),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""

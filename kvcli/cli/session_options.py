@@ -68,7 +68,7 @@ class SessionOptions(ModelOptions):
             raise ValueError(f"the recipe names its method, {recipe.method}; omit --method")
         settings = [f"{name}={json.dumps(value)}" for name, value in recipe.settings.items()]
         chosen = {"method": recipe.method, "setting": [*settings, *values.get("setting", [])]}
-        artifact = recipe.check_artifact(values.get("artifact"))
+        artifact = recipe.find_artifact(values.get("artifact"))
         return {"model": recipe.model, **values, **chosen, **({} if artifact is None else {"artifact": artifact})}
 
     def load(self, output: Reporter) -> LoadedModel:

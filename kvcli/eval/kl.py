@@ -107,11 +107,11 @@ class LayerRecord(QualityRecord):
 
 
 def scored(
-    options: ScoredOptions, loaded: LoadedModel, sequences: Tensor, reporter: Reporter
+    options: Any, loaded: LoadedModel, sequences: Tensor, reporter: Reporter
 ) -> Callable[[Case, Collection[int] | None, Callable[[int], None]], QualityReport]:
     """What measures a case that compresses some layers, or all, on token ids int64 [num_sequences, seq_len].
 
-    The uncompressed model runs once, here.
+    The uncompressed model runs once, here. The options have `chunk` and `batch_size`.
     """
     from kvcli.eval.quality import measure, reference_states
 

@@ -25,19 +25,8 @@ STAR = "*: the 95 % interval of the difference excludes 0"
 UNCOMPRESSED = "uncompressed"
 """Label of the row of the model itself, with transformers' own cache."""
 
-ROW_OPTIONS = {
-    "model",
-    "method",
-    "setting",
-    "artifact",
-    "recipe",
-    "impl",
-    "device",
-    "dtype",
-    "out",
-    "baseline",
-    "compare_with",
-}
+ROW_OPTIONS = {*("model", "method", "setting", "artifact", "recipe", "impl"), "device", "dtype", "out", "baseline"}
+ROW_OPTIONS.add("compare_with")
 """Options that say what a row is of and where it goes, not how it is measured."""
 
 

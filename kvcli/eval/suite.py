@@ -14,7 +14,7 @@ from pydantic import Field
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, check_labels, read_rows
 from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, parse_settings
+from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
 from kvcli.recipe import Recipe
@@ -69,8 +69,8 @@ class ComparedOptions(EvalOptions):
     )
 
 
-class CorpusOptions(EvalOptions):
-    """And of suites that read text."""
+class TextOptions(ModelOptions):
+    """Options of what reads text."""
 
     corpus: str = Field(
         default="builtin:docs",
@@ -103,6 +103,10 @@ class CorpusOptions(EvalOptions):
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")
         return sequences
+
+
+class CorpusOptions(EvalOptions, TextOptions):
+    """And of suites that read text."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ class EvalRun(Run):
             )
             cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
         for name, recipe in self._recipes.items():
-            cases.append(Case(name, recipe.method, recipe.check_artifact(None), recipe.settings, options.impl))
+            cases.append(Case(name, recipe.method, recipe.find_artifact(), recipe.settings, options.impl))
         if getattr(options, "compare_with", None) is not None:
             cases.sort(key=lambda case: case.label != self._compared)
         return cases

@@ -20,7 +20,7 @@ from kvcli.options import ComputeOptions
 from kvcli.registry import METHODS
 
 COMMANDS = ("demo", "calibrate", "fit", "train-codebook", "fit-subspace", "export", "generate", "compress", "chat")
-COMMANDS += ("ask", "eval", "bench", "methods", "env")
+COMMANDS += ("ask", "eval", "bench", "tune", "methods", "env")
 
 
 def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -115,9 +115,9 @@ def test_an_artifact_is_the_one_that_was_measured(
         assert all(torch.equal(x, expected[name]) for name, x in session.codecs[0].state_dict().items())
     tiny_artifact(get_method("kvquant")).save(tmp_path / "c")
     with pytest.raises(ConfigError, match="does not hold the artifact"):
-        made.check_artifact(tmp_path / "c")
-    with pytest.raises(ConfigError, match="has no artifact"):
-        made.model_copy(update={"artifact_sha256": None}).check_artifact(tmp_path / "c")
+        made.find_artifact(tmp_path / "c")
+    with pytest.raises(ConfigError, match="if it has one"):
+        made.model_copy(update={"artifact_sha256": None}).find_artifact(tmp_path / "c")
 
 
 def test_help_says_recipe() -> None:

@@ -1,0 +1,143 @@
+"""`kvcli tune`."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import Field
+
+from kvcli.cli.command import Command, model_argument
+from kvcli.cli.output import Output
+from kvcli.cli.session_options import PREFILL_CHUNK
+from kvcli.errors import ConfigError, UsageError
+from kvcli.eval.suite import Case, TextOptions
+from kvcli.options import IMPL_HELP, parse_settings
+from kvcli.paths import artifact_method, model_folder
+from kvcli.registry import BASELINE, METHODS, check_settings, get_config, get_method, parse_name
+from kvcli.sizes import parse_size, size
+from kvcli.tables import DataTable
+
+
+class TuneOptions(TextOptions):
+    """Options of `kvcli tune`."""
+
+    max_kld: float | None = Field(default=None, gt=0, description="find the fewest bytes for this KL, nats per token")
+    max_bits: float | None = Field(default=None, gt=0, description="find the least loss at so many bits per number")
+    memory: str | None = Field(default=None, description="or with so much memory of a GPU for all, such as 24GiB")
+    context: str = Field(default="32K", description="tokens of the cache whose bytes count, window included")
+    method: list[str] = Field(
+        default=[], description="method to search, without bits; repeatable; default: all with bits of both"
+    )
+    artifact: list[Path] = Field(default=[], description="artifact to measure beside them; repeatable")
+    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
+    sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
+    residual_length: list[int] = Field(default=[32], description="last tokens in full precision; repeatable")
+    seq_len: int = Field(default=1024, ge=2, description="tokens per sequence")
+    search_sequences: int = Field(default=2, ge=1, description="sequences for the search")
+    num_sequences: int = Field(default=8, ge=1, description="sequences for the verdict, other ones")
+    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
+    chunk: int = Field(default=32, ge=1, description="tokens fed at once")
+    impl: str = Field(default="auto", description=IMPL_HELP)
+    out: Path | None = Field(
+        default=None, description="recipe to write, beside its records (.jsonl); default: runs/MODEL/recipe.yaml"
+    )
+
+    def bases(self, output: Output) -> list[Case]:
+        """The methods and windows to search; UsageError or ConfigError: one that is asked for has no bits to search."""
+        common, found = parse_settings(self.setting), []
+        pairs = [x for x in METHODS if len(get_config(x).bit_settings()) == 2 and not get_config(x).needs_artifact]
+        for name, window in product(self.method or pairs, self.residual_length):
+            if name not in pairs:
+                parse_name(name)
+                raise UsageError(f"--method {name}: bits are searched of {', '.join(pairs)}")
+            settings = {**common, "sink_length": self.sink_length, "residual_length": window}
+            settings = {x: value for x, value in settings.items() if x in get_config(name).model_fields}
+            try:
+                check_settings(name, settings)
+            except ConfigError as error:
+                if self.method:
+                    raise
+                output.say(f"left out: {error}")
+            else:
+                label = f", window {window}" if len(self.residual_length) > 1 else ""
+                found.append(Case(label, name, None, settings, self.impl))
+        return found
+
+    def max_bytes(self, tokens: int, fp16_bytes: int) -> float:
+        """The most bytes of a cache of so many tokens, of `fp16_bytes` uncompressed; UsageError: none are left."""
+        import torch
+
+        from kvcli.plan.memory import MethodPlan, PlannedModel, model_config
+
+        most = math.inf if self.max_bits is None else self.max_bits / 16 * fp16_bytes
+        memory = parse_size(self.memory)
+        if memory is None:
+            return most
+        config = model_config(self.model, self.base_config, self.model_revision)
+        planned = PlannedModel(self.model, config, torch.bfloat16, torch.device("cuda"))
+        plan = MethodPlan(planned, BASELINE, get_method(BASELINE), get_config(BASELINE)(), fused=True)
+        cache = plan.memory(tokens, 1, chunk=PREFILL_CHUNK).allocated_bytes
+        left = memory - plan.peak_bytes(tokens, 1, chunk=PREFILL_CHUNK) + cache
+        if left <= 0:
+            raise UsageError(f"the model alone needs {size(memory - left)}, more than {self.memory}")
+        return min(most, left * 8 / 9)  # buffers of codes grow by an eighth
+
+
+def run(options: TuneOptions, output: Output) -> None:
+    """Find the bits of each layer that lose least for their bytes; writes a recipe, and resumes."""
+    if options.max_kld is None and options.max_bits is None and options.memory is None:
+        raise UsageError("say what is to be reached: --max-kld, --max-bits or --memory")
+    tokens, bases = parse_size(options.context) or 0, options.bases(output)
+    window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
+    fitted = [Case(x.name, artifact_method(x) or "", x, window, options.impl) for x in options.artifact]
+    from kvcli.tune import ROUNDS, SCREENED, Goal, Judge, tune, widths_of
+
+    loaded = options.load(output)
+    most = options.max_bytes(tokens, tokens * loaded.spec.fp16_bytes_per_token())
+    goal = Goal(tokens, math.inf if options.max_kld is None else options.max_kld, most)
+    sequences = options.sequences(loaded, options.search_sequences + options.num_sequences, options.seq_len, output)
+    texts = sequences[: options.search_sequences], sequences[options.search_sequences :]
+    if not len(texts[1]):
+        raise UsageError("the text does not suffice for the verdict; lower --seq-len or --search-sequences")
+    path = options.out or model_folder(options.model, "recipe.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    search = 2 * (loaded.spec.num_layers + max(len(widths_of(x.method)) for x in bases))
+    verdict = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
+    total = search * texts[0].numel() + verdict * texts[1].numel()
+    output.say(f"at most {search + verdict} measurements, of {total} tokens in all")
+    judge = Judge(options, loaded, goal, texts, path.with_suffix(".jsonl"), total, output)
+    best, trials = tune(bases, fitted, judge)
+    text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
+    best.recipe(loaded, {"context": tokens, "tokens": texts[1].numel(), **text}).save(path)
+    rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
+    name = f"{best.case.method} {best.memory.effective_bits:.2f} bits, KL {best.loss:.2g}"
+    badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
+    if " by layer" not in best.case.label:
+        output.say("nothing with bits by layer is better")
+    output.say(f"wrote {path}; for a model card: {badge}")
+    title = f"{options.model}: KL of {texts[1].numel()} tokens, caches of {tokens}; *: not that of {best.case.label}"
+    table = DataTable.of(title, [_cells(row) for row in rows], ("95 % interval", "bits K", "bits V"))
+    record = {"recipe": str(path), "best": best.case.label, "badge": badge, "rows": rows}
+    output.result(record, table, ["kvcli", "generate", *model_argument(options.model), "--recipe", str(path)])
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    low, high, difference = row["kl_low"], row["kl_high"], row["difference"]
+    return {
+        "method": row["label"],
+        "bits K": f"{row['key_bits']:.2f}",
+        "bits V": f"{row['value_bits']:.2f}",
+        "bits": f"{row['effective_bits']:.2f}",
+        "cache": size(row["cache_bytes"]),
+        "KL": f"{row['kl_mean']:.4f}",
+        "95 % interval": "-" if low is None else f"{low:.4f}-{high:.4f}",
+        "KL - best": f"{difference:+.4f}{'*' if row['real'] else ' '}",
+    }
+
+
+EXAMPLE = "kvcli tune smollm2-135m --max-kld 0.01"
+COMMAND = Command("tune", TuneOptions, run, EXAMPLE, ("model",), resumes=True)

@@ -1,0 +1,138 @@
+"""`kvcli tune`: the search for bits of each layer."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from console import invoke, refused, result
+from factories import load, make_model
+
+from kvcli.models import LoadedModel
+from kvcli.recipe import Recipe
+from kvcli.tune import Goal, path_of
+
+TINY = ("--seq-len", "64", "--num-sequences", "8", "--context", "512", "--residual-length", "8", "--sink-length", "2")
+KIVI = ("--method", "kivi", "--setting", "group_size=8")
+
+
+def test_the_path_has_the_least_loss_for_its_bytes() -> None:
+    """Against all choices: none of as few bytes loses less than one on the path."""
+    generator = torch.Generator().manual_seed(0)
+    curves = []
+    for _ in range(4):
+        losses = torch.rand(4, generator=generator).sort(descending=True).values.tolist()
+        curves.append({bits: (bits * 1.5, loss) for bits, loss in zip((1, 2, 4, 8), losses, strict=True)})
+
+    def sizes(bits: Any) -> tuple[float, float]:
+        return tuple(sum(curve[x][i] for curve, x in zip(curves, bits, strict=True)) for i in (0, 1))  # type: ignore[return-value]
+
+    path = path_of(curves)
+    assert path[0] == [1, 1, 1, 1]
+    assert path[-1] == [8, 8, 8, 8]
+    everything = [sizes(bits) for bits in product((1, 2, 4, 8), repeat=4)]
+    for bits in path:
+        cost, loss = sizes(bits)
+        assert loss <= min(other for spent, other in everything if spent <= cost) + 1e-12
+
+
+def test_a_path_leaves_out_bits_that_are_never_worth_their_bytes() -> None:
+    assert path_of([{1: (1, 1.0), 2: (2, 0.9), 4: (3, 0.0), 8: (4, 0.0)}]) == [[1], [4]]
+
+
+def test_a_goal_is_the_fewest_bytes_or_the_least_loss() -> None:
+    found = [(1, 0.5), (2, 0.2), (3, 0.1)]
+    best = Goal(8, max_kld=0.3).best(found, lambda x: x)
+    assert best == (2, 0.2)
+    assert Goal(8, max_bytes=2.5).best(found, lambda x: x) == (2, 0.2)
+    assert Goal(8, max_bytes=3).best(found, lambda x: x) == (3, 0.1)
+    assert Goal(8, max_kld=0.3, max_bytes=1).best(found, lambda x: x) is None
+
+
+def test_the_search_writes_a_recipe_that_does_what_it_says(command_model: LoadedModel) -> None:
+    rivals = {row["label"]: row for row in result("tune", *TINY, *KIVI, "--max-bits", "16", "--json")["rows"]}
+    limit = rivals["kivi-2"]["kl_mean"]
+    found = result("tune", *TINY, *KIVI, "--max-kld", str(limit), "--json", "--out", "made/r.yaml")
+    rows = {row["label"]: row for row in found["rows"]}
+    best = rows[found["best"]]
+    assert best["kl_mean"] <= limit
+    assert best["cache_bytes"] == min(row["cache_bytes"] for row in rows.values() if row["kl_mean"] <= limit)
+    assert rows["kivi-2"]["kl_mean"] == limit
+    recipe = Recipe.read("made/r.yaml")
+    assert recipe.measured["kl_mean"] == best["kl_mean"]
+    assert recipe.measured["kl_low"] < best["kl_mean"] < recipe.measured["kl_high"]
+    assert f"{best['effective_bits']:.2f}%20bits" in found["badge"]
+    # the same text through the recipe: the sequences of the verdict are the last 8 of 10
+    common = ("--seq-len", "64", "--num-sequences", "10", "--method", "kivi-2", "--json")
+    row = result("eval", *common, *TINY[-4:], "--setting", "group_size=8", "--recipe", "made/r.yaml")["rows"][1]
+    assert row["label"] == "r"
+    kl = [unit["kl"] for unit in row["units"][2:]]
+    assert sum(kl) / 8 == pytest.approx(best["kl_mean"], rel=1e-4)
+
+
+def test_layers_that_lose_most_get_most_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model whose second layer has no output: its bits cost nothing."""
+    from dataclasses import replace
+
+    from byte_tokenizer import byte_tokenizer
+
+    model = make_model("llama", vocab_size=260, max_position_embeddings=2048)
+    model.model.layers[1].self_attn.o_proj.weight.data.zero_()
+    loaded = replace(load(model), tokenizer=byte_tokenizer())
+    monkeypatch.setattr("kvcli.models.load_model", lambda name="tiny", **_: replace(loaded, name=name))
+    monkeypatch.chdir(tmp_path)
+    found = result("tune", *TINY, *KIVI, "--max-bits", "8", "--json", "--out", "r.yaml")
+    settings = Recipe.read("r.yaml").settings
+    assert found["best"].startswith("kivi by layer")
+    for side in ("k_bits", "v_bits"):
+        assert settings[side][1] == 1
+        assert min(settings[side][0], settings[side][2]) > 1
+    uniform = next(row for row in found["rows"] if row["label"] == "kivi-2")
+    best = next(row for row in found["rows"] if row["label"] == found["best"])
+    assert best["kl_mean"] < uniform["kl_mean"]
+    assert uniform["real"]
+
+
+def test_a_search_that_was_stopped_goes_on(command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcli.attention.session import Session
+
+    command = ("tune", *TINY, *KIVI, "--max-kld", "0.05", "--out", "r.yaml")
+    first = result(*command, "--json")
+    lines = Path("r.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["key"] for line in lines}) == len(lines)  # nothing is measured twice
+    Path("r.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])
+    again, opened = result(*command, "--json"), []
+    assert again["rows"] == first["rows"]
+    assert len(Path("r.jsonl").read_text().splitlines()) == len(lines) + 1
+    opening = Session.new_cache
+    monkeypatch.setattr(Session, "new_cache", lambda self: opened.append(1) or opening(self))
+    assert result(*command, "--json")["rows"] == first["rows"]
+    assert not opened
+    result(*command, "--json", "--seed", "1")  # another text
+    assert opened
+
+
+def test_methods_are_compared_before_layers_are_searched(command_model: LoadedModel) -> None:
+    done = invoke("tune", *TINY, "--setting", "group_size=8", "--max-kld", "0.05")
+    assert done.exit_code == 0, done.output
+    assert "measurements, of" in done.stderr
+    assert "left out: " not in done.stderr
+    records = [json.loads(line) for line in Path("runs/smollm2-135m/recipe.jsonl").read_text().splitlines()]
+    searched = {x["method"] for x in records if isinstance(x["settings"].get("k_bits"), list)}
+    assert len(searched) == 1
+    assert {"kivi", "rtn", "squat", "turboquant"} <= {x["method"] for x in records if x["verdict"]}
+    assert "nothing with bits" in done.stderr or "by layer" in done.stdout
+
+
+def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedModel) -> None:
+    assert "--max-kld, --max-bits or --memory" in refused("tune")
+    assert "bits are searched of rtn" in refused("tune", "--max-kld", "1", "--method", "kivi-2")
+    assert "bits are searched of rtn" in refused("tune", "--max-kld", "1", "--method", "commvq")
+    assert "did you mean 'kivi-2'" in refused("tune", "--max-kld", "1", "--method", "kivvi")
+    assert "multiple of group_size" in refused("tune", "--max-kld", "1", "--method", "kivi", "--residual-length", "9")
+    assert "the model alone needs" in refused("tune", "--memory", "100MiB", *TINY, *KIVI)
+    assert "nothing reaches the goal" in refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
