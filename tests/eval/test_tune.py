@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from console import invoke, refused, result
-from factories import load, make_model
+from factories import load, make_model, record
 
+import kvcli
+from kvcli.cli.tune import TuneOptions
+from kvcli.fit import assemble, fit_recording
 from kvcli.models import LoadedModel
-from kvcli.recipe import Recipe
+from kvcli.recipe import Recipe, artifact_sha256
+from kvcli.registry import get_method
 from kvcli.tune import Goal, path_of
 
 TINY = ("--seq-len", "64", "--num-sequences", "8", "--context", "512", "--residual-length", "8", "--sink-length", "2")
@@ -136,3 +140,27 @@ def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedMode
     assert "multiple of group_size" in refused("tune", "--max-kld", "1", "--method", "kivi", "--residual-length", "9")
     assert "the model alone needs" in refused("tune", "--memory", "100MiB", *TINY, *KIVI)
     assert "nothing reaches the goal" in refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
+
+
+def test_an_artifact_can_be_the_best(command_model: LoadedModel, tmp_path: Path) -> None:
+    """OSCAR at 2 bits and 2 of scales; no bits of KIVI are as few with scales of 8 tokens."""
+    method, samples = get_method("oscar"), record(command_model.model, tmp_path / "samples")
+    config = method.config_cls(**{**method.example_settings, "group_size": 16}).resolve(samples.spec)
+    fit_recording(samples, method, config, tmp_path / "run")
+    assemble([tmp_path / "run"]).save(Path("fitted"))
+    found = result("tune", *TINY, *KIVI, "--artifact", "fitted", "--max-bits", "4.8", "--json", "--out", "r.yaml")
+    assert found["best"] == "fitted"
+    recipe = Recipe.read("r.yaml")
+    assert (recipe.method, recipe.artifact_sha256) == ("oscar", artifact_sha256("fitted"))
+    assert recipe.settings == {"sink_length": 2, "residual_length": 8, "flush_block": 1}
+    with kvcli.attach(command_model, recipe="r.yaml") as session:
+        assert session.method.name == "oscar"
+
+
+def test_memory_is_what_the_model_leaves_for_its_cache() -> None:
+    plain = TuneOptions().max_bytes(32768, 2**30)
+    few, many = (TuneOptions(memory=memory).max_bytes(32768, 2**30) for memory in ("2GiB", "3GiB"))
+    assert plain == float("inf")
+    assert 0 < few < 2 * 2**30
+    assert many - few == pytest.approx(2**30 * 8 / 9)
+    assert TuneOptions(memory="3GiB", max_bits=4).max_bytes(32768, 2**30) == 2**28
