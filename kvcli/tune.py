@@ -39,6 +39,9 @@ from kvcli.storage.manifest import json_sha256
 SCREENED = (2, 4)
 """Bits of all layers at which methods are compared."""
 
+RUINOUS = 0.3
+"""Loss of all keys, or values, in nats per token, at which bits are too few: layers no longer add up."""
+
 ROUNDS = 4
 """Most choices that are measured of bits by layer, and of those that are the same in all layers."""
 
@@ -185,14 +188,16 @@ def path_of(curves: Sequence[Curve]) -> list[list[int]]:
 
 def curves_of(base: Case, judge: Judge) -> list[Curve]:
     """Bytes of the codes, and predicted loss, of the keys of each layer, then of the values."""
-    spec, widths, curves = judge.loaded.spec, widths_of(base.method), list[Curve]()
-    layers, least, exact = range(spec.num_layers), min(x for x in widths if x > 1), [EXACT] * spec.num_layers
+    spec, curves = judge.loaded.spec, list[Curve]()
+    layers, exact = range(spec.num_layers), [EXACT] * spec.num_layers
     for side, width in enumerate((spec.kv_dim, spec.num_kv_heads * spec.value_dim)):
 
         def trial(bits: list[int]) -> Trial:
             return judge.trial(with_bits(base, exact + bits if side else bits + exact), verdict=False)  # noqa: B023
 
-        whole = {x: trial([x] * len(layers)) for x in widths}
+        measured = {x: trial([x] * len(layers)) for x in widths_of(base.method)}
+        whole = {x: y for x, y in measured.items() if y.loss < RUINOUS or x == max(measured)}
+        least = min(whole)
         alone = [trial([least if i == layer else EXACT for i in layers]).loss for layer in layers]
         per_bit = width * whole[least].memory.num_encoded / 8
         for layer, loss in enumerate(alone):
@@ -205,11 +210,11 @@ def curves_of(base: Case, judge: Judge) -> list[Curve]:
 def by_layer(base: Case, judge: Judge) -> list[Trial]:
     """What was measured of a method: bits that are the same in all layers, and bits of each."""
     layers, goal, found = judge.loaded.spec.num_layers, judge.goal, list[Trial]()
-    curves, widths = curves_of(base, judge), widths_of(base.method)
-    cheapest = judge.plan(with_bits(base, [widths[0]] * 2 * layers)).memory(goal.context)
-    rest = cheapest.cache_bytes - sum(curve[widths[0]][0] for curve in curves)
-    same = [[k] * layers + [v] * layers for k, v in product(widths, widths)]
-    for choices in (same, path_of(curves)):
+    curves = curves_of(base, judge)
+    least, same = [min(curve) for curve in curves], product(curves[0], curves[-1])
+    cheapest = judge.plan(with_bits(base, least)).memory(goal.context).cache_bytes
+    rest = cheapest - sum(curve[x][0] for curve, x in zip(curves, least, strict=True))
+    for choices in ([[k] * layers + [v] * layers for k, v in same], path_of(curves)):
         tried, factor = list[list[int]](), 1.0
 
         def sizes(bits: list[int]) -> tuple[float, float]:

@@ -63,7 +63,7 @@ class SessionOptions(ModelOptions):
         """A recipe stands for model, method, artifact and settings; the command line may change model and settings."""
         if not values.get("recipe"):
             return values
-        recipe = Recipe.read(values["recipe"])
+        recipe = Recipe.read(str(values["recipe"]))
         if values.get("method") not in (None, recipe.method):
             raise ValueError(f"the recipe names its method, {recipe.method}; omit --method")
         settings = [f"{name}={json.dumps(value)}" for name, value in recipe.settings.items()]
