@@ -164,3 +164,14 @@ def test_memory_is_what_the_model_leaves_for_its_cache() -> None:
     assert 0 < few < 2 * 2**30
     assert many - few == pytest.approx(2**30 * 8 / 9)
     assert TuneOptions(memory="3GiB", max_bits=4).max_bytes(32768, 2**30) == 2**28
+
+
+def test_bits_at_which_layers_do_not_add_up_are_left_out(
+    command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcli.tune.RUINOUS", 0.0)
+    result("tune", *TINY, *KIVI, "--max-bits", "16", "--json", "--out", "r.yaml")
+    records = [json.loads(line)["settings"] for line in Path("r.jsonl").read_text().splitlines()]
+    alone = [x for record in records for x in (record["k_bits"], record["v_bits"]) if isinstance(x, list)]
+    assert len(alone) >= 6
+    assert {bits for x in alone for bits in x} == {8, 16}

@@ -144,6 +144,11 @@ def test_an_artifact_has_bits_of_layers(tiny_model: Any, tmp_path: Path) -> None
         assert [x.value.n_bits for x in session.codecs] == [1, 2, 4]
     with pytest.raises(ConfigError, match="k_bits"):
         kvcli.attach(tiny_model, "oscar", artifact=artifact, k_bits=[4, 2, 2])
+    blocks = get_method("blockgtq")
+    config = blocks.config_cls(**{**blocks.example_settings, "k_bits": [4, 2, 3]})
+    fit_recording(samples, blocks, config.resolve(samples.spec), tmp_path / "blocks")
+    tensors = assemble([tmp_path / "blocks"]).tensors
+    assert [int(tensors[f"layers.{i}.key.widths"].sum()) for i in range(3)] == [2 * 16 * bits for bits in (4, 2, 3)]
     exact = method.config_cls(**{**method.example_settings, "k_bits": [4, 16, 8]})
     with pytest.raises(UsageError, match="layer 1: 16 bits"):
         fit_recording(samples, method, exact.resolve(samples.spec), tmp_path / "exact")
