@@ -33,7 +33,7 @@ class Options(BaseModel):
         other_panel: the group in the help of options that `kvcli.cli.flags` does not name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     former_names: ClassVar[dict[str, str]] = {}
     other_panel: ClassVar[str] = "How"
 

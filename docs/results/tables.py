@@ -1,4 +1,4 @@
-"""Writes the tables of docs that are made from the records in this folder, or from tests; `--check` only compares.
+"""Writes the tables of docs that are made from the records here, tests, or the commands' help; `--check` compares.
 
 A record is a line that `kvcli bench --out` or `kvcli eval --out` appended, less the `units` of `eval`. A table stands
 between `<!-- table: NAME -->` and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from command_pages import commands
 
 from kvcli.report.tables import table
 from kvcli.tables import DataTable
@@ -108,6 +110,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "positions-qwen2.5-coder-1.5b": by_position,
     "pages-h100": pages,
     "shared-memory": shared_memory,
+    "commands": commands,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }
 

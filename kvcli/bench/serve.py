@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,6 +213,8 @@ def _ask(
 
 def _request(port: int, body: str) -> tuple[float, int, float]:
     """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
+    from http.client import HTTPConnection
+
     started, first, usage, pieces = time.perf_counter(), 0.0, dict[str, Any](), 0
     connection = HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

@@ -33,7 +33,7 @@ ROW_OPTIONS.add("compare_with")
 class Strict(BaseModel):
     """A part of a record: no field but its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Difference(Strict):

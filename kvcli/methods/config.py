@@ -41,7 +41,7 @@ class CacheConfig(BaseModel):
     fit_settings: ClassVar[Mapping[str, Any]] = {}
     run_name: ClassVar[str] = ""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     sink_length: int = Field(
         default=4, ge=0, le=2**16, description="first tokens of each sequence kept in full precision"

@@ -23,7 +23,7 @@ _MISSING = "nothing"
 class Sealed(BaseModel):
     """The content of a sealed JSON file: subclasses have its fields, with types and ranges, and a format version."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
 
     VERSION: ClassVar[int]
     ERROR: ClassVar[type[KvcliError]]
