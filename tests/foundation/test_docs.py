@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvcli import errors
+
 
 def test_no_table_is_stale(repo_root: Path) -> None:
     script = repo_root / "docs" / "results" / "tables.py"
