@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -98,6 +99,12 @@ def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple
     return placed
 
 
+def front_matter(model: str, *tags: str) -> str:
+    """The YAML that a model card begins with; the hub refuses a base model that is none of its names."""
+    base = f"base_model: {model}\n" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model) else ""
+    return f"---\nlibrary_name: kvcli\n{base}tags: [{', '.join(('kv-cache', *tags))}]\n---"
+
+
 def model_card(metadata: Mapping[str, Any]) -> str:
     """The README.md of an artifact."""
     config, provenance, method = metadata["config"], metadata["provenance"], get_method(metadata["method"])
@@ -113,11 +120,7 @@ def model_card(metadata: Mapping[str, Any]) -> str:
         measured += f"| layers with warnings of the fit, which {METADATA} lists | {', '.join(map(str, doubtful))} |\n"
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
-    return f"""---
-library_name: kvcli
-base_model: {metadata["model"]}
-tags: [kv-cache, quantization, {metadata["method"]}]
----
+    return f"""{front_matter(metadata["model"], "quantization", metadata["method"])}
 # {metadata["method"]} KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model

@@ -26,6 +26,7 @@ from kvcli.cli import (
     plan,
     report,
     serve,
+    share,
     suites,
     tune,
     warmup,
@@ -60,7 +61,7 @@ def _main(
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
     *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, tune.COMMAND),
-    *(methods.COMMAND, report.COMMAND, inspect.COMMAND, diff.COMMAND),
+    *(methods.COMMAND, report.COMMAND, inspect.COMMAND, diff.COMMAND, share.PUSH, share.PULL),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""

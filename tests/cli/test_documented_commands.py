@@ -42,7 +42,8 @@ OTHERS = {"venv", ".", "pip", "pytest", "ruff", "mypy", "lmcache", "vllm"}
 
 FEW = ("--max-new-tokens", "4")
 SMALL = {
-    "demo": None,  # tests/cli/test_workflow.py
+    "demo": None,  # test_workflow.py
+    **{"push": None, "pull": None},  # test_share.py
     "ask": FEW,
     "generate": FEW,
     "chat": FEW,

@@ -1,0 +1,142 @@
+"""`kvcli push` and `kvcli pull`: with huggingface_hub's own client and a hub on loopback, in folders and from URLs."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import SHORT, TEXT, compressed, refused, result
+from huggingface_hub import constants
+from loopback_hub import Hub, loopback_hub
+
+from kvcli.artifact import Artifact
+from kvcli.artifact.metadata import front_matter
+
+REPO = "me/commvq-2"
+NAMES = ("codec.safetensors", "kvcli.json")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with loopback_hub(monkeypatch, tmp_path / "cache") as made:
+        yield made
+
+
+def push(path: Path | str, target: Path | str = REPO, *options: str) -> tuple[str, str]:
+    pushed = result("push", str(path), str(target), *options, "--json")
+    return pushed["place"], pushed["sha256"]
+
+
+def pull(source: str, *options: str) -> Path:
+    return Path(result("pull", source, *options, "--json")["path"])
+
+
+def same_files(first: Path, second: Path, *names: str) -> bool:
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, hub: Hub) -> None:
+    place, digest = push(artifact)
+    commit, files = [*hub.commits[REPO].items()][-1]
+    assert hub.private == {REPO: True}
+    assert place == f"{REPO}@{commit}"
+    assert digest == hashlib.sha256(files["SHA256SUMS"]).hexdigest()
+    assert files["README.md"] == (artifact / "README.md").read_bytes()
+    assert files.keys() == {*NAMES, "README.md", "SHA256SUMS"}
+    done = result("pull", place, "--sha256", digest)
+    folder = Path("runs/tiny/commvq-2")
+    assert done.stdout == f"{folder}\n"
+    assert "next: kvcli generate tiny --artifact runs/tiny/commvq-2" in done.stderr
+    assert same_files(artifact, folder, *NAMES)
+    assert Artifact.load(folder).same_content(Artifact.load(artifact))
+    assert pull(place) == folder  # again: nothing to do
+
+
+def test_a_commit_pins_what_a_later_push_changes(artifact: Path, hub: Hub) -> None:
+    (first, digest), edited = push(artifact), b"---\nlibrary_name: kvcli\n---\nMine.\n"
+    hub.commits[REPO][first.split("@")[1]]["README.md"] = edited
+    other = artifact.parent / "other"
+    shutil.copytree(artifact, other)
+    metadata = Artifact.load(artifact)
+    Artifact({**metadata.metadata, "model": "another"}, metadata.tensors).save(other, overwrite=True)
+    second, _ = push(other)
+    assert hub.found(REPO, "main")[1]["README.md"] == edited  # type: ignore[index]
+    assert second != first
+    assert "has the digest" in refused("pull", REPO, "--sha256", digest, code=1)
+    assert same_files(other, pull(REPO), *NAMES)
+    assert same_files(artifact, pull(first, "--sha256", digest), *NAMES)
+    assert "is there with other content" in refused("pull", REPO, "--out", "runs/tiny/commvq-2")
+
+
+def test_a_context_has_a_card_and_is_continued(tiny: Any, hub: Hub) -> None:
+    compressed("--method", "fp16")
+    place, digest = push("c.safetensors", "me/book", "--public")
+    assert hub.private == {"me/book": False}
+    card = hub.found("me/book", "main")[1]["README.md"].decode()  # type: ignore[index]
+    assert card.startswith("---\nlibrary_name: kvcli\ntags: [kv-cache, context]\n---\n")
+    assert pull(place, "--sha256", digest, "--out", "got") == Path("got/c.safetensors")
+    assert same_files(Path(), Path("got"), "c.safetensors")
+    generated = result("generate", "--context", "got/c.safetensors", "--prompt", " and", *SHORT)
+    assert generated["reused_tokens"] == len(TEXT)
+    assert "is there with other content" in refused("pull", place, "--out", _with_another("there/c.safetensors"))
+
+
+def _with_another(path: str) -> str:
+    Path(path).parent.mkdir()
+    Path(path).write_text("mine")
+    return str(Path(path).parent)
+
+
+def test_folders_and_urls_work_as_well(artifact: Path, hub: Hub) -> None:
+    Path("shared").mkdir()
+    (Path("shared") / "README.md").write_text("mine")
+    place, digest = push(artifact, "shared")
+    assert (place, (Path("shared") / "README.md").read_text()) == ("shared", "mine")
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd="shared", check=True)
+    push(artifact)
+    for place in ("shared", Path("shared").absolute().as_uri(), f"{constants.ENDPOINT}/{REPO}/resolve/main"):
+        assert same_files(artifact, pull(place, "--sha256", digest, "--out", f"from-{place[:4]}"), *NAMES)
+    assert "nowhere: " in refused("pull", Path("nowhere").absolute().as_uri(), code=1)
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the list", "a name", "no list"])
+def test_what_is_damaged_is_not_used(artifact: Path, damage: str) -> None:
+    """Fault (files): shared files damaged, or their list. Result: `pull` refuses before anything is written."""
+    Path("shared").mkdir()
+    push(artifact, "shared")
+    weights, sums = Path("shared/codec.safetensors"), Path("shared/SHA256SUMS")
+    if damage == "a byte":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    elif damage == "no list":
+        sums.unlink()
+    else:
+        shutil.copy(weights, "codec.safetensors")
+        text = sums.read_text()
+        sums.write_text(text[1:] if damage == "the list" else text.replace("  codec", "  ../codec"))
+    assert ("damaged" if damage != "no list" else "No such file") in refused("pull", "shared", "--out", "o", code=1)
+    assert not Path("o").exists()
+
+
+def test_what_cannot_be_shared_or_found_is_told(artifact: Path, hub: Hub, recorded: Any) -> None:
+    for path in ("recorded", "missing"):
+        refused("push", path, REPO)
+    Path("c.safetensors").write_bytes(b"12345678{")
+    refused("push", "c.safetensors", REPO, code=1)
+    assert not hub.commits
+    refused("push", str(artifact))
+    assert "me/none" in refused("pull", "me/none", code=1)
+    push(artifact)
+    assert "Revision Not Found" in refused("pull", f"{REPO}@{'1' * 40}", code=1)
+    assert "Repo id must be" in refused("push", str(artifact), "a/b/c", code=1)
+    hub.commits["me/empty"] = {"0" * 40: {}}
+    assert "SHA256SUMS" in refused("pull", "me/empty", code=1)
+
+
+def test_front_matter_names_models_of_the_hub_only() -> None:
+    assert "base_model: org/model\n" in front_matter("org/model", "x")
+    assert [x for x in ("smollm2-135m", "./model", "/data/model", "a/b/c") if "base" in front_matter(x, "x")] == []
