@@ -21,6 +21,7 @@ from kvcli.cli.output import Output
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.options import Options
 from kvcli.paths import model_folder
+from kvcli.registry import DEFAULT_METHOD
 from kvcli.storage.atomic import file_record, replacing
 
 SUMS, CARD, METADATA = "SHA256SUMS", "README.md", "kvcli.json"
@@ -140,5 +141,6 @@ def _naming(source: str) -> Iterator[None]:
         raise KvcliError(f"{source}: {error_text(error)[:250]}") from error
 
 
-PUSH = Command("push", PushOptions, push, "kvcli push runs/smollm2-135m/commvq-2bit me/commvq-2", ("path", "target"))
-PULL = Command("pull", PullOptions, pull, "kvcli pull me/commvq-2", ("source",))
+_EXAMPLE = f"kvcli push runs/smollm2-135m/{DEFAULT_METHOD}-2bit OWNER/NAME"
+PUSH = Command("push", PushOptions, push, _EXAMPLE, ("path", "target"))
+PULL = Command("pull", PullOptions, pull, "kvcli pull OWNER/NAME", ("source",))
