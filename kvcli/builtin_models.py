@@ -124,10 +124,15 @@ BUILTIN_MODELS = {
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def copy_folder(builtin: BuiltinModel) -> Path:
-    """The folder of a built-in model's converted copy, which may not exist, in $KVCLI_CACHE or the user's cache."""
+def cache_folder(*parts: str) -> Path:
+    """A folder in $KVCLI_CACHE, or in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvcli")
-    return Path(os.environ.get("KVCLI_CACHE") or default, "models", builtin.name)
+    return Path(os.environ.get("KVCLI_CACHE") or default, *parts)
+
+
+def copy_folder(builtin: BuiltinModel) -> Path:
+    """The folder of a built-in model's converted copy, which may not exist."""
+    return cache_folder("models", builtin.name)
 
 
 def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progress = no_progress) -> Path:

@@ -1,22 +1,37 @@
-"""Default output folders of the commands, and the newest output of each, which is the next command's input."""
+"""Default output folders of the commands, and the newest output of each, which is the next command's input.
+
+Artifacts are looked for below runs/, then among those that `--fit` made, then among those of the package.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, cache_folder
 from kvcli.errors import ArtifactError, SamplesError
 from kvcli.registry import METHODS, parse_name
 
 RUNS = Path("runs")
 
+SHIPPED = Path(__file__).resolve().parent / "fitted"
+"""Artifacts of built-in models in the package: MODEL/METHOD."""
+
+FITS = cache_folder("artifacts")
+"""Artifacts that `--fit` made, and what it makes them from."""
+
 
 def model_folder(model: str, *parts: str) -> Path:
     """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
-    return RUNS.joinpath(Path(model.rstrip("/")).name.removesuffix(".gguf").lower(), *parts)
+    return RUNS.joinpath(_folder_name(model), *parts)
+
+
+def fits_folder(model: str) -> Path:
+    """The folder of a model in `FITS`."""
+    return FITS / _folder_name(model)
 
 
 def newest_shards() -> list[Path]:
@@ -41,22 +56,32 @@ def newest_training() -> Path:
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
-    """The artifact of a method, with or without bits, for a model that was exported last.
-
-    It was fitted with `settings`, by default with those that the bits stand for.
+    """The first of `artifacts`.
 
     Raises:
         ArtifactError: there is none.
         UsageError: no such method.
     """
+    for folder in artifacts(model, method, settings):
+        return folder
+    calibrate = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL)
+    raise ArtifactError(
+        f"no {method} artifact for {model} below {RUNS}/ or in {fits_folder(model)}; make one with '{calibrate}' and "
+        f"'kvcli fit --method {method}', or name one with --artifact"
+    )
+
+
+def artifacts(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """Artifacts of a method, with or without bits, for models of a name: those of each place newest first.
+
+    They were fitted with `settings`, by default with those that the bits stand for. UsageError: no such method.
+    """
     name, from_bits = parse_name(method)
     settings = from_bits if settings is None else settings
-    missing = ArtifactError(
-        f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
-        f"{method}' first, or name one with --artifact"
-    )
-    files = model_folder(model).glob("*/kvcli.json")
-    return _newest((path for path in files if is_artifact_of(path, name, settings)), missing)
+    shipped = [SHIPPED / model] if model in BUILTIN_MODELS else []
+    for folder in (model_folder(model), fits_folder(model), *shipped):
+        found = (x for x in folder.glob("*/kvcli.json") if x.is_file() and is_artifact_of(x, name, settings))
+        yield from (x.parent for x in sorted(found, key=_written, reverse=True))
 
 
 def default_artifact(model: str) -> Path | None:
@@ -85,7 +110,15 @@ def is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool
 
 def _newest(files: Iterable[Path], missing: Exception) -> Path:
     """The folder of the file that was written last; without files, the error is raised."""
-    ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
+    ordered = sorted(filter(Path.is_file, files), key=_written)
     if not ordered:
         raise missing
     return ordered[-1].parent
+
+
+def _written(file: Path) -> float:
+    return file.stat().st_mtime
+
+
+def _folder_name(model: str) -> str:
+    return Path(model.rstrip("/")).name.removesuffix(".gguf").lower()

@@ -20,6 +20,7 @@ from fake_pip import FakePip
 from fast import FAST
 from passes import mask_of
 
+from kvcli import paths
 from kvcli.artifact import Artifact
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.method import Method
@@ -49,6 +50,13 @@ def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
 os.fsync, sqlite3.connect = lambda handle: None, connect  # tests kill processes, not machines: nothing waits for a disk
 
 TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _no_artifacts_of_real_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have the names of real ones, for which the package and the user's cache have artifacts."""
+    monkeypatch.setattr(paths, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(paths, "FITS", tmp_path / "fits")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -107,7 +107,7 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 4208,  # tables as Markdown
+    ".": 4246,  # tables as Markdown
     "artifact": 400,
     "attention": 2535,  # codecs of a model that is not loaded by transformers
     "bench": 3277,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
