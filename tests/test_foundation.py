@@ -113,12 +113,12 @@ BUDGET = {
     "bench": 3277,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 4243,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
+    "cli": 4344,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 3065,  # rows without gradients, options that differ by name
     "integrations": 2026,  # the backend of vLLM; pages that both engines share
     "kernels": 932,  # where tiles of tokens lie in pages
-    "methods": 10223,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "methods": 10229,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 937,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1242,  # a server of the OpenAI API

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -16,6 +16,9 @@ from kvcli.hub import check_model_name
 from kvcli.options import ModelOptions, Options
 from kvcli.paths import model_folder, newest_shards
 from kvcli.sizes import size
+
+if TYPE_CHECKING:
+    from kvcli.models import LoadedModel
 
 
 class CalibrateOptions(ModelOptions):
@@ -62,7 +65,7 @@ class MergeOptions(Options):
     overwrite: bool = Field(default=False, description="discard another recording in the output folder")
 
 
-def run(options: CalibrateOptions, output: Output) -> None:
+def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = None) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus.
 
     Started by torchrun, processes share the sequences.
@@ -99,7 +102,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
             raise UsageError("standard input can be read by one process only; pass a file to --corpus")
         default = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
         folder = options.out or model_folder(options.model, *default)
-        loaded = options.load(output)
+        loaded = loaded or options.load(output)
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
         count = max(1, options.tokens // seq_len)
         output.say(f"reading {corpus.source}")

@@ -13,7 +13,7 @@ from pydantic import Field
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, fit
 from kvcli.cli.command import Command
-from kvcli.cli.output import Output, duration
+from kvcli.cli.output import Output, Stage, duration
 from kvcli.errors import UsageError
 from kvcli.eval import kl
 from kvcli.options import ComputeOptions
@@ -52,7 +52,7 @@ def run(options: DemoOptions, output: Output) -> None:
         "'kvcli calibrate' and 'kvcli fit' use the full defaults"
     )
     seconds: dict[str, float] = {}
-    quiet = _Quiet(output.as_json, output.quiet, output.verbose)
+    quiet = Stage(output.as_json, output.quiet, output.verbose)
     name = f"{DEFAULT_METHOD}-{options.bits}"
     samples, run_folder = options.out / "samples", options.out / "training" / f"{name}bit"
     artifact = options.out / f"{name}bit"
@@ -97,16 +97,6 @@ def run(options: DemoOptions, output: Output) -> None:
         "artifact": str(artifact),
     }
     output.result(record, _table(record), fit.generate_with(record["artifact"]))
-
-
-class _Quiet(Output):
-    """Shows a stage's messages; settings and results are the demo's own."""
-
-    def settings(self, values: Any) -> None:
-        pass
-
-    def result(self, record: Any, human: Any = None, following: Any = ()) -> None:
-        pass
 
 
 @contextmanager

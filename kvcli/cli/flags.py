@@ -29,7 +29,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
         *("corpus_name", "corpus_split", "revision", "text_column", "samples", "layers", "tokens", "seq_len"),
         *("query_tokens", "fisher_tokens", "max_new_tokens"),
     ),
-    "Method": ("method", "artifact", "recipe", "sink_length", "residual_length", "setting"),
+    "Method": ("method", "artifact", "recipe", "fit", "sink_length", "residual_length", "setting"),
     _SETTINGS: (),
     "Where": ("out", "save", "store", "name", "max_bytes", "overwrite"),
     "How": ("compare_with", "baseline", "max_kld", "max_flips", "batch_size", "chunk"),

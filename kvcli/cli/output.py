@@ -158,6 +158,16 @@ class Output:
             yield advance
 
 
+class Stage(Output):
+    """The sink of a command that another one runs: its messages, and neither settings nor result."""
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def result(self, record: Any, human: Any = None, following: Any = ()) -> None:
+        pass
+
+
 class _Average(ProgressColumn):
     """Units per second, or without a unit the time left, averaged over the whole task: known after one step."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import Field, model_validator
 
+from kvcli.cli.fitting import check_fit, fit_time, fitted
 from kvcli.cli.output import Output
 from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
@@ -44,6 +45,9 @@ class SessionOptions(ModelOptions):
     )
     artifact: Path | None = Field(
         default=None, description="artifact folder, which names its method; default: the newest for model and method"
+    )
+    fit: bool = Field(
+        default=False, description="make the artifact that --method needs, if there is none; kept for later commands"
     )
     sink_length: int | None = Field(
         default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
@@ -116,6 +120,8 @@ class SessionOptions(ModelOptions):
                     f"there is no file {context} and no context '{context}' in {place}"
                     f"{suggestion(str(context), names)}; 'kvcli contexts list' shows those that are there"
                 )
+        if self.fit:
+            check_fit(self.method, self.artifact)
         if context is None or self.method is not None:
             named, folder = self.find_method()
             artifact = folder and artifact_method(folder)
@@ -133,6 +139,8 @@ class SessionOptions(ModelOptions):
 
         Where neither is asked for: the newest artifact for the model, else `UNFITTED_DEFAULT`.
 
+        With `fit`, there may be no folder yet for a method that needs one.
+
         UsageError: no such method; ArtifactError: no artifact of a method that needs one.
         """
         if self.artifact is not None:
@@ -141,7 +149,13 @@ class SessionOptions(ModelOptions):
             folder = default_artifact(self.model)
             return (UNFITTED_DEFAULT if folder is None else None), folder
         needed = get_config(parse_name(self.method)[0]).needs_artifact
-        return self.method, newest_artifact(self.model, self.method) if needed else None
+        try:
+            return self.method, newest_artifact(self.model, self.method) if needed else None
+        except ArtifactError as error:
+            if self.fit:
+                return self.method, None
+            offer = f"with --fit, this command makes it{fit_time(self.model, self.method)}"
+            raise ArtifactError(f"{error}; {offer}") from error
 
 
 class SamplingOptions(SessionOptions):
@@ -166,7 +180,7 @@ class SamplingOptions(SessionOptions):
         return SamplingConfig(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChosenMethod:
     """What is attached to the model.
 
@@ -174,6 +188,7 @@ class ChosenMethod:
         name: of the method, with or without bits.
         settings: those that are not the method's defaults or the artifact's.
         layers: that are compressed; None: all.
+        fit: options of a command with --fit: artifact and folder are known when the model is.
     """
 
     name: str
@@ -181,6 +196,7 @@ class ChosenMethod:
     settings: dict[str, Any] = field(default_factory=dict)
     layers: list[int] | None = None
     folder: Path | None = None
+    fit: SessionOptions | None = None
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -189,8 +205,12 @@ class ChosenMethod:
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method, says what its attention runs on, if that is not its kernels, and compiles those."""
+        from kvcli.artifact import Artifact
         from kvcli.attention.attach import attach
 
+        if self.fit is not None:
+            self.folder = fitted(self.name, loaded, self.fit, output)
+            self.artifact = Artifact.load(self.folder)
         session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
         for note in session.notes:
             output.say(note)
@@ -216,6 +236,8 @@ def choose_method(options: SessionOptions, output: Output, context: Context | No
     settings = options.settings()
     if context is None or options.method is not None:
         name, folder = options.find_method()
+        if options.fit and name is not None:
+            return ChosenMethod(name, None, settings, fit=options)
         if folder is None:
             return ChosenMethod(name or UNFITTED_DEFAULT, None, settings)
         if options.artifact is None:

@@ -21,6 +21,7 @@ class CommVQConfig(CacheConfig):
 
     needs_artifact: ClassVar[bool] = True
     run_name: ClassVar[str] = "{method}-{bits:g}bit"
+    fit_us: ClassVar[float] = 4.0
 
     bits: float = Field(default=2.0, ge=0.25, le=4, description="bits per value of K and V, the mean of all layers")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")
