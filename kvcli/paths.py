@@ -1,12 +1,9 @@
-"""Default output folders of the commands, and the newest output of each, which is the next command's input.
-
-Artifacts are looked for below runs/, then among those that `--fit` made, then among those of the package.
-"""
+"""Default output folders of the commands, and the newest output of each, which is the next command's input."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,21 +14,16 @@ from kvcli.registry import METHODS, parse_name
 
 RUNS = Path("runs")
 
-SHIPPED = Path(__file__).resolve().parent / "fitted"
-"""Artifacts of built-in models in the package: MODEL/METHOD."""
-
 FITS = cache_folder("artifacts")
-"""Artifacts that `--fit` made, and what it makes them from."""
+"""Artifacts that `--fit` made, by model."""
+
+SHIPPED = Path(__file__).resolve().parent / "fitted"
+"""Artifacts of built-in models that come with the package, by model."""
 
 
 def model_folder(model: str, *parts: str) -> Path:
     """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
-    return RUNS.joinpath(_folder_name(model), *parts)
-
-
-def fits_folder(model: str) -> Path:
-    """The folder of a model in `FITS`."""
-    return FITS / _folder_name(model)
+    return RUNS.joinpath(Path(model.rstrip("/")).name.removesuffix(".gguf").lower(), *parts)
 
 
 def newest_shards() -> list[Path]:
@@ -56,32 +48,27 @@ def newest_training() -> Path:
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
-    """The first of `artifacts`.
+    """The artifact of a method, with or without bits, for a model: the last one below runs/, in `FITS` or `SHIPPED`.
+
+    It was fitted with `settings`, by default with those that the bits stand for.
 
     Raises:
         ArtifactError: there is none.
         UsageError: no such method.
     """
-    for folder in artifacts(model, method, settings):
-        return folder
-    calibrate = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL)
-    raise ArtifactError(
-        f"no {method} artifact for {model} below {RUNS}/ or in {fits_folder(model)}; make one with '{calibrate}' and "
-        f"'kvcli fit --method {method}', or name one with --artifact"
-    )
-
-
-def artifacts(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Artifacts of a method, with or without bits, for models of a name: those of each place newest first.
-
-    They were fitted with `settings`, by default with those that the bits stand for. UsageError: no such method.
-    """
     name, from_bits = parse_name(method)
     settings = from_bits if settings is None else settings
-    shipped = [SHIPPED / model] if model in BUILTIN_MODELS else []
-    for folder in (model_folder(model), fits_folder(model), *shipped):
-        found = (x for x in folder.glob("*/kvcli.json") if x.is_file() and is_artifact_of(x, name, settings))
-        yield from (x.parent for x in sorted(found, key=_written, reverse=True))
+    calibrate = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL)
+    missing = ArtifactError(
+        f"no {method} artifact for {model} below {RUNS}/; run '{calibrate}' and 'kvcli fit --method {method}' first, "
+        "or name one with --artifact"
+    )
+    runs = model_folder(model)
+    for place in (runs, FITS / runs.name, *(SHIPPED / x for x in BUILTIN_MODELS if x == model)):
+        files = (path for path in place.glob("*/kvcli.json") if is_artifact_of(path, name, settings))
+        with suppress(ArtifactError):
+            return _newest(files, missing)
+    raise missing
 
 
 def default_artifact(model: str) -> Path | None:
@@ -110,15 +97,7 @@ def is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool
 
 def _newest(files: Iterable[Path], missing: Exception) -> Path:
     """The folder of the file that was written last; without files, the error is raised."""
-    ordered = sorted(filter(Path.is_file, files), key=_written)
+    ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
     if not ordered:
         raise missing
     return ordered[-1].parent
-
-
-def _written(file: Path) -> float:
-    return file.stat().st_mtime
-
-
-def _folder_name(model: str) -> str:
-    return Path(model.rstrip("/")).name.removesuffix(".gguf").lower()

@@ -16,11 +16,13 @@ from typing import Any
 
 from command_pages import commands
 
+from kvcli.registry import BASELINE
 from kvcli.report.tables import table
 from kvcli.tables import DataTable
 
 FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
+LOSSES = [*FOLDER.parent.parent.glob("kvcli/cli/losses.json")]
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.(?: Also in: (.+)\.)?")
 
@@ -115,9 +117,34 @@ TABLES: dict[str, Callable[[str], str]] = {
 }
 
 
-def rendered(page: str) -> str:
-    """A page with the present tables."""
-    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]](match[2])}{match[3]}", page)
+QUALITY = ("quality-qwen2.5-coder-1.5b-essays", "quality-smollm2-135m")
+"""The larger model first."""
+
+
+def losses() -> str:
+    """What `kvcli recommend` knows: the KL of the methods of each table that were measured like its first row.
+
+    Of several rows of a method, the first counts: the artifact that comes with the package, where there is one.
+    """
+    tables = []
+    for rows in map(records, QUALITY):
+        first = rows[0]["options"]
+        shared = {name: first[name] for name in ("sink_length", "residual_length")}
+        alike = [row for row in rows if shared.items() <= row["options"].items() and row["method"] != BASELINE]
+        kl = {row["method"]: round(row["kl_mean"], 6) for row in reversed(alike)}
+        window = "the first {sink_length} and last {residual_length} of each sequence".format(**shared)
+        about = {"model": rows[0]["model"], "text": first["corpus"], "tokens": rows[0]["num_tokens"], "window": window}
+        tables.append({**about, "kl": dict(sorted(kl.items()))})
+    return json.dumps(tables, indent=1) + "\n"
+
+
+def rendered(page: Path) -> str:
+    """A page with the present tables, or the file of losses."""
+    return (
+        losses()
+        if page in LOSSES
+        else _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]](match[2])}{match[3]}", page.read_text())
+    )
 
 
 def main() -> int:
@@ -126,12 +153,12 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
+    stale = [page for page in (*PAGES, *LOSSES) if rendered(page) != page.read_text()]
     if "--check" in sys.argv:
         sys.stderr.writelines(f"{page.name} is stale: run python docs/results/tables.py\n" for page in stale)
         return int(bool(stale))
     for page in stale:
-        page.write_text(rendered(page.read_text()))
+        page.write_text(rendered(page))
     return 0
 
 

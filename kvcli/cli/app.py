@@ -24,6 +24,7 @@ from kvcli.cli import (
     inspect,
     methods,
     plan,
+    recommend,
     report,
     serve,
     share,
@@ -59,7 +60,7 @@ def _main(
 
 
 COMMANDS: tuple[Any, ...] = (
-    *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
+    *(demo.COMMAND, recommend.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
     *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, tune.COMMAND),
     *(methods.COMMAND, report.COMMAND, inspect.COMMAND, diff.COMMAND, share.PUSH, share.PULL),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),

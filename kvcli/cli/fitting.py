@@ -9,17 +9,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli import paths
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cli import calibrate, fit
 from kvcli.cli.output import Output, Stage
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.paths import artifacts, fits_folder
 from kvcli.ranks import environment
 from kvcli.registry import get_config, parse_name
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
-    from kvcli.options import ModelOptions
 
 
 def check_fit(method: str | None, artifact: Path | None) -> None:
@@ -32,7 +31,7 @@ def check_fit(method: str | None, artifact: Path | None) -> None:
         raise UsageError("--fit is for one process; start 'kvcli calibrate' and 'kvcli fit' with torchrun instead")
 
 
-def fitted(method: str, loaded: LoadedModel, options: ModelOptions, output: Output) -> Path:
+def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:
     """The folder of an artifact of these very weights: one that is there, else it is made now; resumes.
 
     It is kept in the user's cache, by method and fingerprint; the recording is deleted.
@@ -40,13 +39,16 @@ def fitted(method: str, loaded: LoadedModel, options: ModelOptions, output: Outp
     from kvcli.artifact.metadata import METADATA, Metadata
     from kvcli.fingerprint import differs
 
-    for folder in artifacts(loaded.name, method):
-        with suppress(ArtifactError):  # one of another version of kvcli
-            if differs(Metadata.read(folder / METADATA).fingerprint, loaded.fingerprint) is None:
-                output.say(f"using {folder}")
-                return folder
     name = f"{method}-{sha256(loaded.fingerprint.encode()).hexdigest()[:12]}"
-    folder, work = (fits_folder(loaded.name) / x for x in (name, f".{name}"))
+    folder, work = (paths.FITS / paths.model_folder(loaded.name).name / x for x in (name, f".{name}"))
+    there = [folder]
+    with suppress(ArtifactError):
+        there.insert(0, paths.newest_artifact(loaded.name, method))
+    for found in there:
+        with suppress(ArtifactError):  # one of another version of kvcli, or none
+            if differs(Metadata.read(found / METADATA).fingerprint, loaded.fingerprint) is None:
+                output.say(f"using {found}")
+                return found
     output.say(f"fitting {method} to {loaded.name}, once{fit_time(loaded.name, method)}; the same command resumes it")
     stage, device = Stage(output.as_json, output.quiet, output.verbose), {"device": str(loaded.model.device)}
     of_model = {"model": loaded.name, "out": work / "samples", **device}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
 
-class PlanOptions(ModelOptions):
-    """Options of `kvcli plan`."""
+class CacheOptions(ModelOptions):
+    """Options of commands that say what caches of a model take."""
 
     method: list[str] = Field(
         default=[],
-        description=f"method, such as {DEFAULT_METHOD}-1; repeatable; default: {BASELINE} and all that bench compares",
+        description=f"method, such as {DEFAULT_METHOD}-1; repeatable; default: {BASELINE} and all that kvcli compares",
     )
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description=IMPL_HELP)
@@ -39,8 +39,13 @@ class PlanOptions(ModelOptions):
         default=None, ge=1, description="prompt tokens of a sequence per forward pass; default: the whole prompt"
     )
     memory: str | None = Field(
-        default=None, description="look for the longest prompt and the largest batch that fit, such as 24GiB"
+        default=None, description="what to fit into, such as 24GiB; plan: for the longest prompt and the largest batch"
     )
+
+
+class PlanOptions(CacheOptions):
+    """Options of `kvcli plan`."""
+
     tokens: int = Field(default=65536, ge=2, description="calibration: token budget")
     seq_len: int = Field(default=2048, ge=2, description="calibration: tokens per sequence")
     query_tokens: int = Field(default=8192, ge=0, description="calibration: tokens whose queries are recorded")
@@ -53,29 +58,12 @@ def run(options: PlanOptions, output: Output) -> None:
     import torch
 
     from kvcli.calibrate.config import CollectConfig
-    from kvcli.machine import resident_bytes
-    from kvcli.plan.memory import PlannedModel, calibration, model_config
+    from kvcli.plan.memory import calibration
 
     memory = parse_size(options.memory)
-    device_name = None if options.device == AUTO_DEVICE else options.device
-    device_name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(device_name)  # a GPU that is planned for need not be there
-    except RuntimeError as error:
-        raise UsageError(f"device '{device_name}' is not known; plan for cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"memory is planned for cpu and cuda, not for '{device_name}'")
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
-    config = model_config(options.model, options.base_config, options.model_revision)
-    planned = PlannedModel(options.model, config, dtype, device)
     chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
-    names = list(dict.fromkeys([BASELINE, *chosen]))
-    settings = parse_settings(options.setting)
-    check_methods([(name, {}) for name in names], settings)
-    fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
-    program = resident_bytes() if planned.device.type == "cpu" else 0
-    plans = [_method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
+    planned, plans = method_plans(options, chosen)
+    program = plans[0].program_bytes
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
     budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
     sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
@@ -100,6 +88,37 @@ def run(options: PlanOptions, output: Output) -> None:
     model = options.model  # or a shape, of which there is nothing to calibrate
     known = model in BUILTIN_MODELS or "/" in model
     output.result(record, _table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
+
+
+def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedModel, list[MethodPlan]]:
+    """The model, and what the baseline and methods need on it.
+
+    UsageError: no such device, method or setting; ModelError: no such model.
+    """
+    import torch
+
+    from kvcli.machine import resident_bytes
+    from kvcli.plan.memory import PlannedModel, model_config
+
+    device_name = None if options.device == AUTO_DEVICE else options.device
+    device_name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device_name)  # a GPU that is planned for need not be there
+    except RuntimeError as error:
+        raise UsageError(f"device '{device_name}' is not known; plan for cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"memory is planned for cpu and cuda, not for '{device_name}'")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
+    config = model_config(options.model, options.base_config, options.model_revision)
+    planned = PlannedModel(options.model, config, dtype, device)
+    names = list(dict.fromkeys([BASELINE, *names]))
+    settings = parse_settings(options.setting)
+    check_methods([(name, {}) for name in names], settings)
+    fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
+    program = resident_bytes() if planned.device.type == "cpu" else 0
+    plans = [_method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
+    return planned, plans
 
 
 def _method_plan(

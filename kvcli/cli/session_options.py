@@ -137,9 +137,7 @@ class SessionOptions(ModelOptions):
     def find_method(self) -> tuple[str | None, Path | None]:
         """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
 
-        Where neither is asked for: the newest artifact for the model, else `UNFITTED_DEFAULT`.
-
-        With `fit`, there may be no folder yet for a method that needs one.
+        Where neither is asked for: the newest artifact for the model, else `UNFITTED_DEFAULT`. With `fit`, no folder.
 
         UsageError: no such method; ArtifactError: no artifact of a method that needs one.
         """
@@ -148,14 +146,12 @@ class SessionOptions(ModelOptions):
         if self.method is None:
             folder = default_artifact(self.model)
             return (UNFITTED_DEFAULT if folder is None else None), folder
-        needed = get_config(parse_name(self.method)[0]).needs_artifact
+        if self.fit or not get_config(parse_name(self.method)[0]).needs_artifact:
+            return self.method, None
         try:
-            return self.method, newest_artifact(self.model, self.method) if needed else None
+            return self.method, newest_artifact(self.model, self.method)
         except ArtifactError as error:
-            if self.fit:
-                return self.method, None
-            offer = f"with --fit, this command makes it{fit_time(self.model, self.method)}"
-            raise ArtifactError(f"{error}; {offer}") from error
+            raise ArtifactError(f"{error}; or add --fit{fit_time(self.model, self.method)}") from error
 
 
 class SamplingOptions(SessionOptions):
@@ -188,7 +184,7 @@ class ChosenMethod:
         name: of the method, with or without bits.
         settings: those that are not the method's defaults or the artifact's.
         layers: that are compressed; None: all.
-        fit: options of a command with --fit: artifact and folder are known when the model is.
+        fit: whether artifact and folder are found, or made, when the model is there.
     """
 
     name: str
@@ -196,7 +192,7 @@ class ChosenMethod:
     settings: dict[str, Any] = field(default_factory=dict)
     layers: list[int] | None = None
     folder: Path | None = None
-    fit: SessionOptions | None = None
+    fit: bool = False
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -208,8 +204,8 @@ class ChosenMethod:
         from kvcli.artifact import Artifact
         from kvcli.attention.attach import attach
 
-        if self.fit is not None:
-            self.folder = fitted(self.name, loaded, self.fit, output)
+        if self.fit:
+            self.folder = fitted(self.name, loaded, output)
             self.artifact = Artifact.load(self.folder)
         session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
         for note in session.notes:
@@ -236,10 +232,8 @@ def choose_method(options: SessionOptions, output: Output, context: Context | No
     settings = options.settings()
     if context is None or options.method is not None:
         name, folder = options.find_method()
-        if options.fit and name is not None:
-            return ChosenMethod(name, None, settings, fit=options)
         if folder is None:
-            return ChosenMethod(name or UNFITTED_DEFAULT, None, settings)
+            return ChosenMethod(name or UNFITTED_DEFAULT, None, settings, fit=options.fit)
         if options.artifact is None:
             output.say(f"using {folder}")
         artifact = Artifact.load(folder)

@@ -1,0 +1,94 @@
+"""`kvcli recommend`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.cli.command import Command, model_argument
+from kvcli.cli.output import Output
+from kvcli.cli.plan import CacheOptions, method_plans
+from kvcli.errors import ArtifactError, UsageError
+from kvcli.paths import newest_artifact
+from kvcli.registry import BASELINE
+from kvcli.sizes import parse_size, size
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.plan.memory import MethodPlan
+
+LOSSES = Path(__file__).with_name("losses.json")
+"""KL by model and method, the largest model first; `docs/results/tables.py` takes it from the records of docs."""
+
+
+def run(options: CacheOptions, output: Output) -> None:
+    """Say which methods fit into a memory, those first that are known to lose least, and how to measure the first.
+
+    Losses are those of kvcli's own records; nothing is run.
+    """
+    memory = parse_size(options.memory)
+    if memory is None:
+        raise UsageError("say what has to be fitted into, such as --memory 24GiB")
+    tables = json.loads(LOSSES.read_text())
+    tables = [table for table in tables if table["model"] == options.model] or tables
+    names = options.method or [name for table in tables for name in table["kl"]]
+    planned, plans = method_plans(options, names)
+    rows = [_row(plan, options, memory, tables) for plan in plans]
+    rows.sort(key=lambda row: (not row["fits"], *((kl is None, kl) for kl in row["kl"].values()), row["peak_bytes"]))
+    about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
+    output.say(f"KL to the uncompressed model, nats per token, was measured on {' and '.join(about)}")
+    if tables[0]["model"] != options.model:
+        output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
+    best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
+    if best is None:
+        hint = "" if options.prefill_chunk else "; a prompt that is read in parts (--prefill-chunk 4096) takes less"
+        output.say(f"nothing that was measured fits; weights take {size(planned.weights_bytes)}{hint}")
+    elif best["method"] == BASELINE:
+        output.say("nothing has to be compressed")
+    else:
+        runnable = options.model in BUILTIN_MODELS or "/" in options.model  # others are shapes alone
+        words = [*(model_argument(options.model) if runnable else ["MODEL"]), "--method", best["method"]]
+        first = f"'{shlex.join(['kvcli', 'generate', *words, '--fit'])}' and " if best["fit_first"] else ""
+        measure = f"{first}'{shlex.join(['kvcli', 'eval', *words])}'"
+        output.say(f"of what fits, {best['method']} is known to lose least; {measure} would measure it on this model")
+    record = {"model": options.model, "memory_bytes": memory, "measured": about}
+    record |= {"recommended": best and best["method"], "methods": rows}
+    title = f"{options.batch} x {options.prompt_tokens} + {options.max_new_tokens} tokens in {size(memory)}"
+    output.result(record, _table(title, rows))
+
+
+def _row(plan: MethodPlan, options: CacheOptions, memory: int, tables: list[dict[str, Any]]) -> dict[str, Any]:
+    lengths, chunk = (options.prompt_tokens, options.max_new_tokens, options.batch), options.prefill_chunk
+    fit_first, peak = plan.method.needs_artifact, plan.peak_bytes(*lengths, chunk=chunk)
+    with suppress(ArtifactError):
+        fit_first = fit_first and not newest_artifact(options.model, plan.name)
+    return {
+        "method": plan.name,
+        "kl": {x["model"]: 0.0 if plan.name == BASELINE else x["kl"].get(plan.name) for x in tables},
+        "cache_bytes": plan.memory(*lengths, chunk=chunk).allocated_bytes,
+        "peak_bytes": peak,
+        "fits": peak <= memory,
+        "fit_first": fit_first,
+    }
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> DataTable:
+    cells = [
+        {
+            "method": row["method"],
+            **{f"KL, {model}": "" if kl is None else f"{kl:.4f}" for model, kl in row["kl"].items()},
+            "cache": size(row["cache_bytes"]),
+            "peak": size(row["peak_bytes"]),
+            **{name.replace("_", " "): "yes" if row[name] else "-" for name in ("fits", "fit_first")},
+        }
+        for row in rows
+    ]
+    return DataTable.of(title, cells, ("cache",))
+
+
+EXAMPLE = "kvcli recommend llama-3.1-8b --device cuda --memory 24GiB --prompt-tokens 65536 --prefill-chunk 4096"
+COMMAND = Command("recommend", CacheOptions, run, EXAMPLE, ("model",))

@@ -1,0 +1,106 @@
+"""`kvcli recommend`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import refused, result, says
+
+from kvcli import paths
+from kvcli.bench.shapes import shape_config
+from kvcli.cli import recommend
+from kvcli.plan import memory
+from kvcli.registry import check_settings, method_name, parse_name
+
+TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_text())}
+
+
+@pytest.fixture(autouse=True)
+def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of the tiny model and of another one, as they are of real ones; every model has tiny shapes."""
+    monkeypatch.setattr(memory, "model_config", lambda name, *_: shape_config("tiny"))
+    about = {"text": "essays", "tokens": 99, "window": "the first 4"}
+    kl = {"kivi-2": 0.2, "kivi-4": 0.01, "klt-2": 0.05}
+    tables = [{"model": "large", **about, "kl": {**kl, "kivi-2": 0.04}}, {"model": "tiny", **about, "kl": kl}]
+    monkeypatch.setattr(recommend, "LOSSES", tmp_path / "losses.json")
+    (tmp_path / "losses.json").write_text(json.dumps(tables))
+
+
+SHARED = ("--device", "cpu", "--prompt-tokens", "600", "--setting", "group_size=8")
+
+
+def recommended(*words: str, model: str = "tiny") -> dict[str, Any]:
+    return dict(result("recommend", model, *SHARED, "--json", *words))
+
+
+def names(record: dict[str, Any]) -> list[str]:
+    return [row["method"] for row in record["methods"]]
+
+
+def test_a_model_that_was_measured_has_its_own_losses() -> None:
+    made = recommended("--memory", "100GiB")
+    assert names(made) == ["fp16", "kivi-4", "klt-2", "kivi-2"]
+    assert [row["kl"] for row in made["methods"]] == [{"tiny": x} for x in (0.0, 0.01, 0.05, 0.2)]
+    assert made["recommended"] == "fp16"
+    assert made["measured"] == ["tiny (99 tokens of essays, the first 4 in full precision)"]
+
+
+def test_what_does_not_fit_is_last_and_the_least_loss_of_what_fits_is_recommended() -> None:
+    words = ("--device", "cuda", "--prefill-chunk", "1")  # where the peak is that of the cache
+    peaks = {row["method"]: row["peak_bytes"] for row in recommended("--memory", "100GiB", *words)["methods"]}
+    assert peaks["kivi-2"] < peaks["kivi-4"] < peaks["fp16"]
+    for limit, best in ((peaks["fp16"], "fp16"), (peaks["fp16"] - 1, "kivi-4"), (peaks["kivi-2"] - 1, None)):
+        made = recommended("--memory", str(limit), "--method", "kivi-2", "--method", "kivi-4", *words)
+        assert made["recommended"] == best
+        assert [row["fits"] for row in made["methods"]] == sorted((x["fits"] for x in made["methods"]), reverse=True)
+        assert all(row["fits"] == (row["peak_bytes"] <= limit) for row in made["methods"])
+
+
+def test_losses_of_other_models_are_said_to_be_theirs() -> None:
+    done = result("recommend", "org/unknown", *SHARED, "--memory", "100GiB")
+    says(done.stdout, "KL, large", "KL, tiny", "0.0400", "0.2000")
+    says(done.stderr, "nothing was measured on org/unknown", "was measured on large (99 tokens of essays")
+    assert names(recommended("--memory", "100GiB", model="org/unknown")) == ["fp16", "kivi-4", "kivi-2", "klt-2"]
+
+
+def test_the_commands_that_measure_it() -> None:
+    def said(model: str) -> str:
+        peaks = {row["method"]: row["peak_bytes"] for row in recommended(*words, "--memory", "1GiB")["methods"]}
+        return str(result("recommend", model, *SHARED, *words, "--memory", str(peaks["fp16"] - 1)).stderr)
+
+    words = ("--device", "cuda", "--prefill-chunk", "1", "--method", "klt-2", "--method", "rtn-4")
+    fitted, measured = ("'kvcli generate org/tiny --method klt-2 --fit'", "'kvcli eval org/tiny --method klt-2'")
+    assert f"klt-2 is known to lose least; {fitted} and {measured} would measure it" in said("org/tiny")
+    assert "least; 'kvcli generate MODEL --method klt-2 --fit' and" in said("tiny")  # shapes that nothing can load
+    folder = Path("runs/tiny/klt-2")
+    folder.mkdir(parents=True)
+    (folder / "kvcli.json").write_text('{"method": "klt", "config": {"bits": 2}}')
+    assert f"known to lose least; {measured} would measure it" in said("org/tiny")
+
+
+def test_methods_that_were_not_measured_are_last_and_never_recommended() -> None:
+    made = recommended("--memory", "100GiB", "--method", "rtn-4", "--method", "kivi-2")
+    assert names(made) == ["fp16", "kivi-2", "rtn-4"]
+    assert made["methods"][-1]["kl"] == {"tiny": None}
+
+
+def test_no_memory() -> None:
+    assert "--memory 24GiB" in refused("recommend", "tiny")
+
+
+@pytest.mark.parametrize("model", TABLES)
+def test_known_losses_are_those_of_records(model: str, repo_root: Path) -> None:
+    path = next((repo_root / "docs" / "results").glob(f"quality-{model}*.jsonl"))
+    corpus = TABLES[model]["text"].removeprefix("builtin:")
+    path = path if model == "smollm2-135m" else path.with_name(f"quality-{model}-{corpus}.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for method, kl in TABLES[model]["kl"].items():
+        name, settings = parse_name(method)
+        check_settings(name, settings)
+        assert method_name(name, settings) == method
+        assert kl in [round(row["kl_mean"], 6) for row in rows if row["method"] == method]
+    shipped = Path(paths.__file__).parent / "fitted" / model
+    assert {path.name for path in shipped.iterdir()} <= TABLES[model]["kl"].keys()
