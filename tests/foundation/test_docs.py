@@ -23,16 +23,14 @@ def test_a_changed_record_makes_a_table_stale(repo_root: Path, tmp_path: Path) -
     for path in (repo_root / "docs" / "results").iterdir():
         if path.is_file():
             (results / path.name).write_text(path.read_text())
-    (tmp_path / "kvcli" / "cli").mkdir(parents=True)
-    for name in ("README.md", "docs/benchmarks.md", "kvcli/cli/losses.json"):
+    for name in ("README.md", "docs/benchmarks.md"):
         (tmp_path / name).write_text((repo_root / name).read_text())
-    for name in ("attention-h100.jsonl", "quality-smollm2-135m.jsonl"):
-        record = results / name
-        record.write_text(record.read_text().replace('"method": "kivi-2"', '"method": "kivi-9"'))
+    record = results / "attention-h100.jsonl"
+    record.write_text(record.read_text().replace('"method": "kivi-2"', '"method": "kivi-9"'))
     script = results / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["benchmarks.md", "losses.json"]
+    assert "benchmarks.md is stale" in done.stderr
 
 
 def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> None:
@@ -45,7 +43,20 @@ def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> No
 
 
 def test_docs_stay_short(repo_root: Path) -> None:
-    assert sum(len(page.read_text().split()) for page in (repo_root / "docs").glob("*.md")) <= 30_663
+    """But for the help of the commands, which is generated."""
+    pages = {*(repo_root / "docs").glob("*.md")} - {repo_root / "docs" / "cli.md"}
+    assert sum(len(page.read_text().split()) for page in pages) <= 33_200
+
+
+def test_every_error_and_exit_code_is_explained(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "troubleshooting.md").read_text()
+    codes = {
+        name: str(error.exit_code)
+        for name, error in vars(errors).items()
+        if isinstance(error, type) and issubclass(error, BaseException) and error.__module__ == errors.__name__
+    }
+    assert dict(re.findall(r"^\| `(\w+)` \| (\d+) \| \S.* \| \S.* \|$", page, re.MULTILINE)) == codes
+    assert {*re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == {"0", "130", *codes.values()}
 
 
 def _prose(page: Path) -> str:
