@@ -23,14 +23,16 @@ def test_a_changed_record_makes_a_table_stale(repo_root: Path, tmp_path: Path) -
     for path in (repo_root / "docs" / "results").iterdir():
         if path.is_file():
             (results / path.name).write_text(path.read_text())
-    for name in ("README.md", "docs/benchmarks.md"):
+    (tmp_path / "kvcli" / "cli").mkdir(parents=True)
+    for name in ("README.md", "docs/benchmarks.md", "kvcli/cli/losses.json"):
         (tmp_path / name).write_text((repo_root / name).read_text())
-    record = results / "attention-h100.jsonl"
-    record.write_text(record.read_text().replace('"method": "kivi-2"', '"method": "kivi-9"'))
+    for name in ("attention-h100.jsonl", "quality-smollm2-135m.jsonl"):
+        record = results / name
+        record.write_text(record.read_text().replace('"method": "kivi-2"', '"method": "kivi-9"'))
     script = results / "tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "benchmarks.md is stale" in done.stderr
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["benchmarks.md", "losses.json"]
 
 
 def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> None:
