@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.methods.pages import PageTable, check_page_size
 from kvcli.rope import Rope, Rotation, TokenRotations
+
+_MANY = 64
+"""New tokens of a request from which on these are attended to apart from its other exact tokens."""
 
 
 class Page:
@@ -55,16 +58,20 @@ class Page:
         self._dtype, self._sinks = dtype, (sinks, 2, spec.num_kv_heads, spec.head_dim)
         self._codes = self.keys.nbytes + self.values.nbytes
         self.nbytes = self._codes + -(-sinks * 2 * spec.kv_dim * dtype.itemsize // 16) * 16
+        self._views: tuple[Any, Any] = None, None
 
     def views(self, pages: Tensor) -> tuple[Codes, Codes, Tensor]:
         """Codes of keys, those of values, and exact sinks in pages uint8 [pages, nbytes].
 
         Sinks are [pages, sinks, 2, num_kv_heads, head_dim], keys after RoPE and values.
         """
+        if (seen := (pages.data_ptr(), pages.shape)) == self._views[0]:
+            return self._views[1]
         count, both, heads, width = self._sinks
         stop = self._codes + count * both * heads * width * self._dtype.itemsize
         sinks = pages[:, self._codes : stop].view(self._dtype).unflatten(1, self._sinks)
-        return self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), sinks
+        self._views = seen, (self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), sinks)
+        return self._views[1]
 
 
 @dataclass(frozen=True)
@@ -73,21 +80,35 @@ class Part:
 
     Attributes:
         tokens: the new tokens' places in the pass, int64 [requests, count].
+        first: the first of these, if they are in a row; -1 if they are not.
         closed: earlier tokens that are read from codes, int32 [requests].
+        first_pages: of the requests, int64 [requests].
         rings: of the requests, int64 [requests].
-        visible: which sinks, then which places of the rings, are attended to, boolean [requests, 1, sinks + ring].
+        visible: which sinks, places of the rings and, of few new tokens, which of these are attended to, boolean
+            [requests, count, sinks + ring + count] or [requests, 1, sinks + ring].
+        empty: which sinks and places of the rings are not, boolean [requests, sinks + ring, 1, 1, 1].
         pages: of all tokens.
         rotations: of the tokens of these pages.
         has_codes: whether any token is read from codes.
     """
 
     tokens: Tensor
+    first: int
     closed: Tensor
+    first_pages: Tensor
     rings: Tensor
     visible: Tensor
+    empty: Tensor
     pages: PageTable
     rotations: TokenRotations
     has_codes: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """Those of all new tokens x [tokens, ...] that are of these requests, [requests, count, ...]."""
+        requests, count = self.tokens.shape
+        if self.first < 0:
+            return x[self.tokens]
+        return x[self.first : self.first + requests * count].unflatten(0, (requests, count))
 
 
 @dataclass(frozen=True)
@@ -114,7 +135,7 @@ class Batch:
         parts: the requests.
         stored: which of the new tokens are encoded, int64 [stored]: none where an engine runs for its own sake.
         hidden: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
-        slots: of these, int64 [stored]; slot s is token s % page_size of page s // page_size.
+        page, place: where these go, int64 [stored].
         rotation: RoPE of these, float32.
         groups: None where each key is encoded alone, or no group becomes whole.
         sinks: which of the new tokens are sinks, their pages, and their places, int64 [3, new sinks].
@@ -125,7 +146,8 @@ class Batch:
     parts: Sequence[Part]
     stored: Tensor
     hidden: Tensor | None
-    slots: Tensor
+    page: Tensor
+    place: Tensor
     rotation: Rotation
     groups: Groups | None
     sinks: Tensor
@@ -198,7 +220,8 @@ class Batch:
             [_part(same, table, rope, size, sinks, ring) for same in alike.values()],
             encoded.to(device),
             hidden.to(device) if hidden.any() else None,
-            slots[encoded].to(device),
+            (slots[encoded] // size).to(device),
+            (slots[encoded] % size).to(device),
             rotation,
             _groups(stored, pages, size, group, sinks, ring, device) if group > 1 else None,
             torch.tensor(new_sinks, dtype=torch.int64, device=device).view(-1, 3).T,
@@ -228,13 +251,21 @@ def _part(requests: Sequence[_Request], table: Tensor, rope: Rope, page_size: in
     last = past.unsqueeze(1) - 1
     token = last - (last - torch.arange(ring, device=device)) % max(ring, 1)  # of each place of a ring
     in_ring = token >= closed.clamp_min(sinks).unsqueeze(1)
-    visible = torch.cat((torch.arange(sinks, device=device) <= last, in_ring), 1).unsqueeze(1)
+    exact = torch.cat((torch.arange(sinks, device=device) <= last, in_ring), 1)
+    visible = exact.unsqueeze(1)
+    if count < _MANY:
+        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        visible = torch.cat((visible.expand(-1, count, -1), causal.expand(len(row), -1, -1)), 2)
+    blocks = table[row, :pages].int().contiguous()
     return Part(
         tokens=start.unsqueeze(1) + torch.arange(count, device=device),
+        first=requests[0].start if all(y.start - x.start == count for x, y in pairwise(requests)) else -1,
         closed=closed.int(),
+        first_pages=blocks[:, 0].long(),
         rings=rings,
         visible=visible,
-        pages=PageTable(table[row, :pages].int().contiguous(), page_size),
+        empty=~exact[:, :, None, None, None],
+        pages=PageTable(blocks, page_size),
         rotations=TokenRotations(rope, torch.arange(pages * page_size, device=device).unsqueeze(0)),
         has_codes=any(x.closed > sinks for x in requests),
     )
@@ -303,7 +334,7 @@ class PagedAttention:
             self.rings[copy] = self.rings[source]
         # all is stored before any is read: a request may share pages that another one fills in this pass
         if len(batch.stored):
-            place = batch.slots // page.size, batch.slots % page.size
+            place = batch.page, batch.place
             coded = key[batch.stored], value[batch.stored]
             if (hidden := batch.hidden) is not None:
                 coded = coded[0].masked_fill(hidden[:, None, None], 0), coded[1].masked_fill(hidden[:, None, None], 0)
@@ -315,45 +346,49 @@ class PagedAttention:
             old, new = (torch.where(x, groups.token, 0) for x in (~groups.is_new, groups.is_new))
             tokens = torch.where(groups.is_new[:, None, None], key[new], rings[old, 0])
             page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
+        both = torch.stack((key, value), 1)
         if batch.sinks.numel():
             new_sinks, sink_pages, places = batch.sinks
-            sinks[sink_pages, places] = torch.stack((key[new_sinks], value[new_sinks]), 1).to(sinks.dtype)
+            sinks[sink_pages, places] = both[new_sinks].to(sinks.dtype)
         for part in batch.parts:
-            exact = torch.cat((sinks[part.pages.table[:, 0].long()], self.rings[part.rings]), 1)
-            # what is not written yet may be NaN
-            exact = exact.masked_fill(~part.visible.transpose(1, 2)[..., None, None], 0)
-            own = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
-            out = self._attend(keys, values, exact, part, *own)
-            output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+            exact = torch.cat((sinks[part.first_pages], self.rings[part.rings]), 1)
+            exact.masked_fill_(part.empty, 0)  # what is not written yet may be NaN
+            out = self._attend(keys, values, exact, part, part.of(query).transpose(1, 2), part.of(both)).transpose(1, 2)
+            if part.first < 0:
+                output[part.tokens] = out.to(output.dtype)
+            else:
+                part.of(output).copy_(out)
         if batch.recent.numel():
             recent, places = batch.recent
-            rings[places] = torch.stack((key[recent], value[recent]), 1)
+            rings[places] = both[recent].to(rings.dtype)
 
-    def _attend(
-        self, keys: Codes, values: Codes, exact: Tensor, part: Part, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def _attend(self, keys: Codes, values: Codes, exact: Tensor, part: Part, query: Tensor, new: Tensor) -> Tensor:
         """Attention of new tokens to themselves and to earlier ones.
 
         Args:
             keys, values: as of `Page.views`.
             exact: sinks and rings of the requests, [requests, sinks + ring, 2, num_kv_heads, head_dim].
-            query, key, value: of the new tokens, [requests, heads, count, head_dim].
+            query: of the new tokens, [requests, num_heads, count, head_dim].
+            new: their keys and values, [requests, count, 2, num_kv_heads, head_dim].
 
         Returns:
             float32 [requests, num_heads, count, head_dim].
         """
         count = query.shape[2]
-        old_key, old_value = exact.permute(2, 0, 3, 1, 4)
-        if self.backend.attend_new is not None and count >= self.backend.many_queries:
-            state = self.backend.attend_new(query, key, value, self.scaling, None)
-            if exact.shape[1]:
-                old = partial_attention(query, old_key, old_value, part.visible, self.scaling, self.soft_cap)
-                state = merge_state(state, old)
+        if count < _MANY:
+            key, value = torch.cat((exact, new.to(exact.dtype)), 1).permute(2, 0, 3, 1, 4)
+            state = partial_attention(query, key, value, part.visible, self.scaling, self.soft_cap)
         else:
-            causal = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
-            visible = torch.cat((part.visible.expand(-1, count, -1), causal.expand(len(query), -1, -1)), 2)
-            key, value = torch.cat((old_key, key), 2), torch.cat((old_value, value), 2)
-            state = partial_attention(query, key, value, visible, self.scaling, self.soft_cap)
+            key, value = new.permute(2, 0, 3, 1, 4)
+            if self.backend.attend_new is not None:
+                state = self.backend.attend_new(query, key, value, self.scaling, None)
+            else:
+                causal = torch.ones(1, count, count, dtype=torch.bool, device=query.device).tril()
+                state = partial_attention(query, key, value, causal, self.scaling, self.soft_cap)
+            if exact.shape[1]:
+                key, value = exact.permute(2, 0, 3, 1, 4)
+                old = partial_attention(query, key, value, part.visible, self.scaling, self.soft_cap)
+                state = merge_state(state, old)
         if part.has_codes:
             codec = self.encoder.codec
             rotations, skip = part.rotations if codec.needs_rotations else None, exact.shape[1] - self.rings.shape[1]
