@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli._version import __version__
@@ -24,7 +23,7 @@ class Recipe(BaseModel):
         measured: bits, loss with its interval, and on which text, as plain values.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     format_version: Literal[1] = 1
     kvcli_version: str = __version__
@@ -39,6 +38,8 @@ class Recipe(BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads and checks a file, without torch; ConfigError: it is no recipe, or of a method that is not known."""
+        import yaml
+
         try:
             recipe = cls.model_validate(yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")))
             check_settings(recipe.method, recipe.settings)
@@ -54,6 +55,8 @@ class Recipe(BaseModel):
 
     def save(self, path: Path) -> None:
         """Writes the file, lists of numbers in lines of their own."""
+        import yaml
+
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
         with replacing(path) as temporary:

@@ -19,6 +19,7 @@ from kvcli.cli import command
 from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
 from kvcli.options import parse_settings
+from kvcli.recipe import Recipe
 from kvcli.suite import check_methods
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
@@ -34,6 +35,7 @@ NOT_RUN = {
     "docs/records.md": "tests/cli/test_inspect_and_diff.py and tests/eval/test_report.py run such commands",
     "docs/scaling.md": "a cluster; tests/calibrate/test_ranks.py and test_workflow.py run the same in small",
     "docs/serving.md": "a server does not end; tests/serve and examples/serve_openai.py run it",
+    "docs/tuning.md": "minutes; tests/eval/test_tune.py runs it in small",
 }
 """Pages with commands or programs that no test here runs, and why; their options are checked all the same."""
 
@@ -44,6 +46,7 @@ FEW = ("--max-new-tokens", "4")
 SMALL = {
     "demo": None,  # test_workflow.py
     "pull": None,  # test_share.py
+    "recommend": None,  # test_recommend.py
     "ask": FEW,
     "generate": FEW,
     "chat": FEW,
@@ -69,6 +72,8 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
         check_methods([(name, {}) for name in names], parse_settings(getattr(options, "setting", [])) if names else {})
 
     monkeypatch.setattr(command, "_run", check)
+    recipe = Recipe(model="MODEL", fingerprint="", method="kivi-4")
+    monkeypatch.setattr(Recipe, "read", lambda path: recipe)  # files of the pages are not there
     return lambda words: PROGRAM.main(words[1:], "kvcli", standalone_mode=False) or 0
 
 
@@ -137,5 +142,7 @@ def test_a_page_is_run_from_its_beginning_to_its_end(page: str, chatty: Any, mon
             continue
         for words in commands(block):
             small = SMALL.get(words[1], ()) if words[0] == "kvcli" else None
+            if words[-2:] == ["--method", "klt"] or "--fit" in words:  # test_fit_option.py
+                small = None
             if small is not None:
                 result(*words[1:], *small, stdin="Who is it?\n/exit\n")

@@ -30,7 +30,6 @@ FAST = (
     "methods/test_contract.py",
     "methods/test_kivi.py",
     "methods/test_qjl.py",
-    "methods/test_squat.py",
     "models/test_models.py",
     "plan/test_bits.py",
     "seam/test_identity.py",
