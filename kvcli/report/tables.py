@@ -263,7 +263,8 @@ def serve(rows: Records) -> DataTable:
 def answers(rows: Records) -> DataTable | None:
     """What was said beside what was expected, where one answer is wrong; None where none is, or units have no texts."""
     same = [row for row in rows if row.get("protocol") == rows[0].get("protocol")]
-    by_name = {name: row["units"] for name, row in named(same) if "answer" in (row.get("units") or [{}])[0]}
+    texts = {"answer", "expected", "exact"}
+    by_name = {name: row["units"] for name, row in named(same) if texts <= (row.get("units") or [{}])[0].keys()}
     cells: list[list[str]] = []
     places = [place for place in zip(*by_name.values(), strict=True) if any(unit["exact"] < 1 for unit in place)]
     if not places:
