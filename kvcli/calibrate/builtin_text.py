@@ -17,8 +17,8 @@ from kvcli.errors import CorpusError, suggestion
 BUILTIN = "builtin"
 SPLITS = ("calibration", "heldout")
 MIXTURE = {"docs": 2.0, "prose": 1.0, "chat": 0.8, "code": 0.75, "maths": 0.35, "languages": 0.7, "keys": 0.15}
-"""Domains of `builtin` and their shares of its characters. In tokens of SmolLM2: a quarter each of docs and languages, an
-eighth each of prose, chat and code, a tenth of maths and a twentieth of keys."""
+"""Domains of `builtin` and their shares of its characters. In tokens of SmolLM2: a quarter each of docs and languages,
+an eighth each of prose, chat and code, a tenth of maths and a twentieth of keys."""
 
 _EXCERPT_CHARACTERS = {"docs": 3000, "prose": 3000, "chat": 2400, "code": 2400, "maths": 1500}
 _DENSE_EXCERPT_CHARACTERS = 1000
