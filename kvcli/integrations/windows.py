@@ -62,21 +62,23 @@ class Windows:
             CacheError: a request that ended in an open group is not known.
         """
         writer = {page: i for i, (_, pages, _, _) in enumerate(requests) for page in pages}
-        found, taken = list[Window | None](), dict[int, Window]()
-        for i, (page, _, past, _) in enumerate(requests):
-            window = None
-            if page in taken and taken[page].length == past:  # of the same tokens
-                window = replace(taken[page], slot=self._new_slot())
-                self.copies.append((taken[page].slot, window.slot))
-            elif page in self._of_page and self._of_page[page].length == past and writer.get(page, i) == i:
-                window = taken[page] = self._of_page.pop(page)
-            found.append(window)
+        found, taken = dict[int, Window](), dict[int, Window]()
+        for i, (page, _, past, _) in enumerate(requests):  # all of them, before any ring is given away
+            known = page in self._of_page and self._of_page[page].length == past and writer.get(page, i) == i
+            if known and page is not None:
+                found[i] = taken[page] = self._of_page.pop(page)
         windows = []
-        for window, (_, pages, past, new) in zip(found, requests, strict=True):
+        for i, (page, pages, past, new) in enumerate(requests):
             self.release(pages)  # what another request had there is gone
-            if window is None and past % self._group:
-                raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")
-            mine = window or Window(self._new_slot(), past, past)
+            mine = found.get(i)
+            if mine is None:
+                same = taken.get(page) if page is not None else None
+                if same is None and past % self._group:
+                    raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")
+                mine = Window(self._new_slot(), past, past)
+                if same is not None and same.length == past:  # of the same tokens
+                    mine = replace(same, slot=mine.slot)
+                    self.copies.append((same.slot, mine.slot))
             windows.append(mine)
             self._of_page[pages[-1]] = Window(mine.slot, mine.first, past + new)
         return windows

@@ -58,6 +58,16 @@ def test_the_ring_that_was_not_used_for_longest_is_given_away() -> None:
     assert (kept.slot, kept.first, lost.first) == (slots[0], 0, 4)
 
 
+def test_requests_with_the_same_full_page_have_rings_of_the_same_tokens() -> None:
+    """The copy takes the ring of the request that was not used for longest, and none of this pass."""
+    windows = Windows(3, residual_length=8, group=1)
+    (gone,) = windows.advance([(None, [1], 0, 4)])
+    first, other = windows.advance([(None, [2], 0, 16), (None, [3], 0, 5)])
+    same, twin, third = windows.advance([(2, [4], 16, 1), (2, [5], 16, 1), (3, [3], 5, 1)])
+    assert (same.slot, twin.slot, third.slot) == (first.slot, gone.slot, other.slot)
+    assert (twin.first, twin.length, windows.copies) == (0, 16, [(first.slot, gone.slot)])
+
+
 def test_exact_keys_that_are_lost_are_refused() -> None:
     windows = Windows(1, residual_length=32, group=32)
     windows.advance([(None, [1], 0, 40)])
