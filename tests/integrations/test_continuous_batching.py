@@ -26,6 +26,7 @@ from kvcli.errors import UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.integrations import paged_attention
 from kvcli.integrations.continuous_batching import ALLOCATORS, CodesAllocator, block_bytes, enable
+from kvcli.integrations.pages import LayerEncoder
 from kvcli.registry import get_method, parse_method
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
@@ -78,10 +79,11 @@ def check_all(
     """Checks answers against those of a session that encodes every token at once; with KIVI, every whole group."""
     checked = {key: settings.pop(key) for key in ("chunk", "chunks", "atol") if key in settings}
     if name.startswith("kivi"):
+        sinks = settings.pop("sink_length", 0)
         with kvcli.attach(model, name, **settings) as session:
             codecs = session.codecs
         first = max(checked.get("chunks", [0]))
-        reference: Any = SimpleNamespace(new_cache=lambda: PagedCache(codecs, residual=32, first=first))
+        reference: Any = SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks, residual=32, first=first))
         for prompt, answer in zip(prompts, answers, strict=True):
             check(model, reference, prompt, answer, **checked)
         return
@@ -157,6 +159,29 @@ def test_kivi_has_whole_groups_as_codes_and_open_ones_exactly(
         ours = generated(tiny_model, prompts, 40, page_size=64, max_batch_tokens=512)
     check_all(tiny_model, "kivi-2", prompts, ours)
     assert set(batches) == {len(prompts)}
+
+
+@pytest.mark.parametrize("sinks", [3, 40])
+def test_sinks_do_not_widen_the_scale_of_their_group(sinks: int, tiny_model: Any) -> None:
+    """Of fewer tokens than a group, and of more."""
+    prompts = prompts_of(tiny_model, 20, 95, 31)
+    with enabled(tiny_model, "kivi-2", sink_length=sinks):
+        ours = generated(tiny_model, prompts, 40, page_size=64)
+    check_all(tiny_model, "kivi-2", prompts, ours, sink_length=sinks)
+
+
+def test_sinks_are_encoded_as_zeros(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs are often out of the range of codes, which nobody reads."""
+    seen, encode = [], LayerEncoder.encode_values
+
+    def note(self: LayerEncoder, values: torch.Tensor) -> Any:
+        seen.append(values.abs().amax((1, 2)) > 0)
+        return encode(self, values)
+
+    monkeypatch.setattr(LayerEncoder, "encode_values", note)
+    with enabled(tiny_model, "rtn-4", sink_length=3):
+        generated(tiny_model, prompts_of(tiny_model, 9), 1)
+    assert all(x.tolist() == [False] * 3 + [True] * 6 for x in seen)
 
 
 def test_models_with_flash_attention_are_given_no_mask(tiny_model: Any) -> None:
