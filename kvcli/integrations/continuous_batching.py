@@ -74,7 +74,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
         self._rope, self._backends = rope, dict(zip(codecs, session.backends, strict=True))
         self._ranges = StepRanges(2 * len(layers), session.model.device)
         self._encoders = {index: LayerEncoder(codecs[index], index, dtype, self._ranges) for index in layers}
-        self._sinks, self._residual = session.config.sink_length, residual_length
+        self._sinks = session.config.sink_length
         self._layout = {
             index: Page(encoder, dtype, page_size, self._sinks) for index, encoder in self._encoders.items()
         }

@@ -53,7 +53,6 @@ class Page:
             raise UsageError(f"pages of {size} tokens are no multiple of {self.group} tokens, whose keys have a scale")
         if size < sinks:
             raise UsageError(f"pages of {size} tokens do not hold {sinks} sinks; choose larger ones")
-        self.groups = size // self.group
         self.keys, self.values = encoder.fields(size)
         self._dtype, self._sinks = dtype, (sinks, 2, spec.num_kv_heads, spec.head_dim)
         self._codes = self.keys.nbytes + self.values.nbytes

@@ -107,6 +107,8 @@ def codecs_of(
         digest=digest,
     )
     check_codecs(settings.method, codecs)
+    if len({codec.key.tokens_per_group for codec in codecs}) > 1:
+        raise UsageError("layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages")
     if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
         raise UsageError(
             f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'

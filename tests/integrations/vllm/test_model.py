@@ -62,6 +62,13 @@ def test_codes_that_depend_on_other_tokens_are_refused_by_name(name: str, tiny_m
         codecs(tiny_model, name)
 
 
+def test_layers_with_groups_of_other_sizes_are_refused_by_name(tiny_model: Any) -> None:
+    """A batch has one size of groups for all layers; keys of 16 bits have none."""
+    with pytest.raises(UsageError, match="groups of different sizes"):
+        codecs(tiny_model, "kivi", k_bits=[16, 2, 2])
+    assert len(codecs(tiny_model, "kivi", k_bits=[4, 2, 2])) == 3
+
+
 def test_the_mean_of_a_sequence_is_refused_with_what_to_say() -> None:
     model = make_model("qwen3")
     with pytest.raises(UsageError, match="say sequence_offset='none'"):
