@@ -401,7 +401,7 @@ def test_tokens_without_a_slot_are_not_stored(
     """Passes that vLLM runs for its own sake have slots of -1."""
     from kvcli.integrations.vllm.backend import BatchBuilder
 
-    ask(name, residual_length=32)
+    ask(name, sink_length=1, residual_length=32)
     with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
         config = llm.llm_engine.vllm_config
         layer_name, layer = next(iter(config.compilation_config.static_forward_context.items()))
@@ -422,6 +422,7 @@ def test_tokens_without_a_slot_are_not_stored(
         for side in codes:
             scale = side.tensors()["scale"]  # of a token or a group, never 0
             assert scale.any(3).any(1).nonzero().tolist() == written
+        assert sinks.shape[1] == 1
         assert not sinks.any()
         assert not layer.impl._attend.rings.any()
 
