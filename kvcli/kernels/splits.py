@@ -24,6 +24,16 @@ def batch_and_head(AXIS: tl.constexpr, num_kv_heads):
 
 
 @triton.jit
+def split_size(length, per_split, SPLIT: tl.constexpr):
+    """Tokens per split of a sequence of `length` tokens: per_split, or fewer, if SPLIT, so that no split is empty that
+    could have as many. SPLIT: as `SplitScores.split`.
+    """
+    if SPLIT > 0:
+        per_split = tl.minimum(per_split, tl.cdiv(tl.cdiv(length, SPLIT), tl.num_programs(0)) * SPLIT)
+    return per_split
+
+
+@triton.jit
 def split_range(length, per_split):
     """First token of the program's split (axis 0), int64, and how many of a sequence's `length` tokens it has: 0 or
     less beyond the end.
@@ -111,17 +121,28 @@ class SplitScores:
     Args:
         multiple_of: tokens per split are a multiple of this.
         blocks: programs that share a split of a kv head.
+        balanced: whether a sequence that is shorter than `length` is divided into as many splits, smaller ones.
 
     Attributes:
         values: float32 [batch, kv_heads, rows, >= length], in units of log 2; rows begin at multiples of 256 bytes.
         split_max: float32 [batch, kv_heads, num_splits, rows]; -inf where a split holds no token of the sequence.
         tokens_per_split: the last split may have fewer.
+        split: what tokens per split of a shorter sequence are a multiple of; 0 if they are as many.
     """
 
     def __init__(
-        self, batch: int, kv_heads: int, rows: int, length: int, multiple_of: int, blocks: int, device: torch.device
+        self,
+        batch: int,
+        kv_heads: int,
+        rows: int,
+        length: int,
+        multiple_of: int,
+        blocks: int,
+        device: torch.device,
+        *,
+        balanced: bool,
     ) -> None:
-        self.length = length
+        self.length, self.split = length, multiple_of if balanced else 0
         self.tokens_per_split = tokens_per_split(length, batch * kv_heads * blocks, multiple_of, _PROGRAMS_PER_SM)
         self.num_splits = cdiv(length, self.tokens_per_split)
         self.values = torch.empty(batch, kv_heads, rows, cdiv(length, 64) * 64, device=device)

@@ -110,6 +110,31 @@ def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["klt-2", "kivi-2", "squat-pre-2", "qjl", "commvq-1"])
+def test_rows_shorter_than_the_table_are_divided_into_as_many_splits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three splits of up to 256 tokens, and of fewer where a row has fewer, but of whole tiles."""
+    for module in (splits, commvq_values):
+        monkeypatch.setattr(module, "tokens_per_split", lambda *_: 256)
+    seen: list[Tensor] = []
+    merge = splits.merge_splits
+
+    def spy(out: Tensor, lse: Tensor, *rest: Tensor) -> None:
+        seen.append(lse)
+        merge(out, lse, *rest)
+
+    kernels, codec, rows, paged = parts_of((name, 2, 1, 64, 1, 256, [544, 288, 0], HALF, {}))
+    for module in ("scalar.value_kernels", "klt.value_kernels", "commvq.value_kernels"):
+        monkeypatch.setattr(import_module(f"kvcli.methods.{module}"), "merge_splits", spy)
+    query = torch.randn(3, 2, 1, 64, device=DEVICE).half()
+    expected, ours = (kernels.fused_attend(codec, query, part, 0.125) for part in (rows, paged))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE[HALF], atol=TOLERANCE[HALF])
+    used = [x.isfinite().unflatten(0, (3, -1)).any(-1).any(1).sum(1).tolist() for x in seen]
+    assert used == [[3, 2, 0], [3, 3, 0]]
+
+
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 5, 9, 10, 12, 13, 15)], ids=str)
 def test_the_first_tokens_are_skipped(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels, by chunks and by the reference, as if these tokens had never been; their scores are the largest."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.operands import eight_tokens_as_rows, in_thread_order
 from kvcli.kernels.pages import origin, tile_start, token_offsets
-from kvcli.kernels.splits import merge_splits
+from kvcli.kernels.splits import merge_splits, split_range, split_size
 from kvcli.kernels.words import FIELD_SCALE, high_halves, low_halves, masked_pairs, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.methods.layer_codec import EncodedTokens
@@ -38,7 +38,8 @@ _WEIGHTS_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 def _weights_kernel(
     scores, scale, lengths, weights, factor, part_out, part_lse,
     s_batch, s_row, c_batch, c_time, length, per_split, rows, table, table_row,
-    CHANNELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    CHANNELS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """weights = exp2(scores - max) * scale / unit in each split of `per_split` tokens, factor = unit / sum(exp2(..)).
 
@@ -49,7 +50,7 @@ def _weights_kernel(
     weights like scores, float16 or float32, 0 from a sequence's end to the end of the split; factor and part_lse
     (units of log 2) float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS].
     s_ strides of scores and weights, c_ of scale. With PAGE, scale is of pages of so many tokens of the block table,
-    int32 [batch, max_pages], stride table_row. BLOCK_N tokens at a time.
+    int32 [batch, max_pages], stride table_row. SPLIT: of `split_size`. BLOCK_N tokens at a time.
     """
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,8 +59,8 @@ def _weights_kernel(
     limit = length
     if HAS_LENGTHS:
         limit = tl.load(lengths + i_b)
-    first = tl.program_id(0).to(tl.int64) * per_split
-    count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
+    per_split = split_size(limit, per_split, SPLIT)
+    first, count = split_range(limit, per_split)
     at_row = i_b * s_batch + o_m.to(tl.int64)[:, None] * s_row + first
     if PAGE > 0:
         table += i_b * table_row
@@ -195,8 +196,8 @@ def _add_bits(b_sums, tile, plane, PLANES: tl.constexpr, FP32_DOT: tl.constexpr)
 @triton.jit(do_not_specialize=["length", "table_row"])
 def _bits_kernel(
     weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, length, per_split, rows, table, table_row,
-    W: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PLANES: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    W: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PLANES: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """part_out[.., place] = factor * sum over a split's tokens of weights * bit, for PLANES bits of 16 words.
 
@@ -215,10 +216,11 @@ def _bits_kernel(
     o_m = (tl.program_id(2) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_w = (tl.program_id(1) // BLOCKS) * 16
     m_m = o_m < rows
-    first = tl.program_id(0).to(tl.int64) * per_split
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
-    count = tl.maximum(tl.minimum(length - tl.program_id(0) * per_split, per_split), 0)
+    per_split = split_size(length, per_split, SPLIT)
+    first, count = split_range(length, per_split)
+    count = tl.maximum(count, 0)
     p_weights = weights + i_b * w_batch + o_m.to(tl.int64) * w_row + first
     if PAGE > 0:
         table += i_b * table_row
@@ -270,7 +272,7 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
     block_m = min(32, max(16 if fp32_dot else 8, power_of_two(rows)))
     blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, 16) * (16 // _PLANES)
     per_split = tokens_per_split(encoded.length, batch * blocks_m * blocks_w, _BLOCK_N, _PER_SM)
-    num_splits = cdiv(encoded.length, per_split)
+    num_splits, split = cdiv(encoded.length, per_split), _BLOCK_N if encoded.pages is not None else 0
     device = scores.device
     weights = torch.empty(scores.shape, dtype=torch.float32 if fp32_dot else torch.float16, device=device)
     factor = torch.empty(batch, num_splits, rows, device=device)
@@ -280,14 +282,14 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
         scores, codes.scale, scores if encoded.lengths is None else encoded.lengths,
         weights, factor, part_out, part_lse,
         scores.stride(0), padded, codes.scale.stride(0), codes.scale.stride(2), encoded.length, per_split, rows,
-        *encoded.table, CHANNELS=channels, PAGE=encoded.page_size, HAS_LENGTHS=encoded.lengths is not None,
+        *encoded.table, CHANNELS=channels, PAGE=encoded.page_size, SPLIT=split, HAS_LENGTHS=encoded.lengths is not None,
         **_WEIGHTS_TILE,
     )  # fmt: skip
     _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
         weights, words, scores if encoded.lengths is None else encoded.lengths, factor, part_out,
         weights.stride(0), padded, words.stride(0), encoded.length, per_split, rows, *encoded.table,
-        W=count, CHANNELS=channels, PAGE=encoded.page_size, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PLANES=_PLANES,
-        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        W=count, CHANNELS=channels, PAGE=encoded.page_size, SPLIT=split, BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
+        PLANES=_PLANES, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
         num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1,
     )  # fmt: skip
     if num_splits == 1:

@@ -16,7 +16,7 @@ from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range, without_first
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range, split_size, without_first
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
@@ -231,13 +231,13 @@ def _scores_kernel(
     at_batch, p_batch, p_time, g_batch, g_head, g_time, s_head, s_row,
     num_kv_heads, rows, length, per_split, num_tiles, table, table_row,
     W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, FP32_DOT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, SPLIT: tl.constexpr,
+    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
 
     Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). BLOCK_N is a multiple of OFFSET_BLOCK. Scores of the
-    first SKIP tokens are -inf.
+    first SKIP tokens are -inf. SPLIT: of `split_size`.
 
     Args:
         tile_query, numbers: as `_tile_queries_kernel` wrote them.
@@ -255,6 +255,7 @@ def _scores_kernel(
     m_m = o_m < rows
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
+    per_split = split_size(length, per_split, SPLIT)
     low, count = split_range(length, per_split)
     low = low.to(tl.int32)
     start = tl.load(positions + i_b * at_batch).to(tl.int32)
@@ -306,7 +307,9 @@ def key_scores(
     tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E)
     block_m = 16 if fp32_dot else 8
     blocks = cdiv(rows, block_m)
-    scores = SplitScores(batch, kv_heads, rows, encoded.length, 64, blocks, query.device)
+    scores = SplitScores(
+        batch, kv_heads, rows, encoded.length, 64, blocks, query.device, balanced=encoded.pages is not None
+    )
     positions, packed = rotations.positions, codes.packed
     _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
         tile_query, numbers, positions, scores.split_max if encoded.lengths is None else encoded.lengths,
@@ -315,9 +318,10 @@ def key_scores(
         *codes.gain.stride()[:3], *scores.values.stride()[1:3],
         kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2], *encoded.table,
         W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, SKIP=encoded.skip, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
-        maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, SKIP=encoded.skip, SPLIT=scores.split,
+        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1, maxnreg=None if fp32_dot else _MAX_REGISTERS,
+        **pdl_launch_options(),
     )  # fmt: skip
     return scores
 

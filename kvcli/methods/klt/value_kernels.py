@@ -17,7 +17,7 @@ from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
+from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range, split_size
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt.codec import KLTValue
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
@@ -139,7 +139,7 @@ def _value_kernel(
     s_head, s_row, p_batch, p_time, g_batch, g_head, g_time, num_kv_heads, length, per_split, rows, lse_unit,
     table, table_row,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GAINS: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    GAINS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """out[m, d] = sum_n p_mn g_n (c_nd - (2^b_d - 1) / 2) / sum_n p_mn, p = exp2(scores - max), of a split of tokens.
 
@@ -155,6 +155,7 @@ def _value_kernel(
     m_m, m_w = o_m < rows, o_w < W
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
+    per_split = split_size(length, per_split, SPLIT)
     first, count = split_range(length, per_split)
     first, count = tl.where(count > 0, first, 0), tl.maximum(count, 0)  # 0 beyond the end of the sequence
     fields += i_h * FIELDS
@@ -239,7 +240,8 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
         kv_heads, scores.length, scores.tokens_per_split, rows, math.log(2) if scores.num_splits == 1 else 1.0,
         *encoded.table,
         W=value.width, D=head_dim, BLOCK_W=max(16, power_of_two(value.width)), BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
-        GAINS=4 if aligned else 1, PAGE=encoded.page_size, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        GAINS=4 if aligned else 1, PAGE=encoded.page_size, SPLIT=scores.split, FP32_DOT=fp32_dot,
+        HAS_LENGTHS=encoded.lengths is not None,
         num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
         maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
     )  # fmt: skip

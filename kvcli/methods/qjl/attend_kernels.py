@@ -16,7 +16,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shap
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, without_first
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, split_size, without_first
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.qjl.codec import QJLKey
@@ -100,7 +100,8 @@ def _scores_kernel(
     sketched, signs, norm, outlier_signs, outlier_norm, lengths, scores, split_max,
     p_batch, p_head, n_batch, n_head, o_batch, o_head, s_head, s_row,
     num_kv_heads, length, rows, per_split, factor, outlier_factor, table, table_row,
-    W: tl.constexpr, W_OUT: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, BLOCK_W: tl.constexpr,
+    W: tl.constexpr, W_OUT: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +119,8 @@ def _scores_kernel(
     scaling and log2(e). With PAGE, signs and norms are pages of so many tokens of the block table, int32 [batch,
     max_pages], stride table_row. Scores of the first SKIP tokens are -inf.
 
-    W_OUT is 0 without outlier channels; BLOCK_W and BLOCK_OUT are W and W_OUT padded; FP32_DOT: float32 products.
+    SPLIT: of `split_size`. W_OUT is 0 without outlier channels; BLOCK_W and BLOCK_OUT are W and W_OUT padded; FP32_DOT:
+    float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -129,6 +131,7 @@ def _scores_kernel(
     m_m = o_m < rows
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
+    per_split = split_size(length, per_split, SPLIT)
     first, count = split_range(length, per_split)
     if PAGE > 0:
         table += i_b * table_row
@@ -199,7 +202,10 @@ def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling
     inliers, outliers = len(key.sketch), len(key.outlier_sketch)
     fp32_dot = query.dtype == torch.float32
     block_m = 16 if fp32_dot else 8
-    scores = SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, cdiv(rows, block_m), query.device)
+    scores = SplitScores(
+        batch, kv_heads, rows, encoded.length, _BLOCK_N, cdiv(rows, block_m), query.device,
+        balanced=encoded.pages is not None,
+    )  # fmt: skip
     if codec.offset is not None:  # before the kernels that overlap
         assert encoded.rotations is not None
         offset_scores(query, codec.offset, encoded.rotations, scores.values, scaling * LOG2E)
@@ -224,7 +230,7 @@ def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling
         *signs.stride()[:2], *codes.norm.stride()[:2], *outlier_signs.stride()[:2], *scores.values.stride()[1:3],
         kv_heads, encoded.length, rows, scores.tokens_per_split, weight / inliers, weight / max(1, outliers),
         *encoded.table, W=inliers // 16, W_OUT=outliers // 16, PAGE=encoded.page_size,
-        SKIP=encoded.skip, BLOCK_W=max(16, power_of_two(inliers // 16)),
+        SKIP=encoded.skip, SPLIT=scores.split, BLOCK_W=max(16, power_of_two(inliers // 16)),
         BLOCK_OUT=max(16, power_of_two(max(1, outliers // 16))),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
         ADD=codec.offset is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,

@@ -17,7 +17,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shap
 from kvcli.kernels.operands import words_as_columns, words_as_rows
 from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
-from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, without_first
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, split_size, without_first
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, mul2, query_fields, query_in_units
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.scalar.codec import PerChannelCodec, PerTokenValue
@@ -71,8 +71,8 @@ def _scores_kernel(
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, s_head, s_row,
     num_kv_heads, query_len, groups, groups_per_split, scaling, table, table_row,
     HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    SKIP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
-    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SKIP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACK: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = scaling (sum_c (q_mc scale_gc) code_nc + sum_c q_mc zero_gc) for tokens n of group g.
 
@@ -86,7 +86,8 @@ def _scores_kernel(
     units of log 2 (`scaling` includes log2(e)): scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
     split_max float32 [batch, num_kv_heads, num_splits, rows]. With PAGE, packed, scale and zero are pages of so many
     tokens, a multiple of GROUP, of the block table, int32 [batch, max_pages], stride table_row. Scores of the first
-    SKIP tokens are -inf. BLOCK_N tokens per product; BLOCK_W is W padded; FP32_DOT: float32 products.
+    SKIP tokens are -inf. SPLIT: of `split_size`. BLOCK_N tokens per product; BLOCK_W is W padded; FP32_DOT: float32
+    products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -104,6 +105,7 @@ def _scores_kernel(
     p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
+    groups_per_split = split_size(groups, groups_per_split, SPLIT // GROUP)
     first, count = split_range(groups, groups_per_split)
     PAGE_GROUPS: tl.constexpr = PAGE // GROUP
     if PAGE > 0:
@@ -218,12 +220,15 @@ def key_scores(
     pack = max(1, columns // power_of_two(rows)) if encoded.rotations is None else 1
     block_m = columns // pack
     blocks = cdiv(rows, block_m)
-    scores = SplitScores(batch, spec.num_kv_heads, rows, encoded.length, 2 * group, blocks, query.device)
+    scores = SplitScores(
+        batch, spec.num_kv_heads, rows, encoded.length, 2 * group, blocks, query.device,
+        balanced=encoded.pages is not None,
+    )  # fmt: skip
     grid = (scores.num_splits, batch * spec.num_kv_heads, blocks)
     query = row_major(query)
     shapes = {
         "HEADS": heads_per_kv, "B": key.n_bits, "W": words.shape[-1], "D": head_dim, "GROUP": group,
-        "PAGE": encoded.page_size, "SKIP": encoded.skip,
+        "PAGE": encoded.page_size, "SKIP": encoded.skip, "SPLIT": scores.split,
         "BLOCK_W": max(16, power_of_two(words.shape[-1])), "BLOCK_M": block_m, "FP32_DOT": fp32_dot,
         "HAS_LENGTHS": encoded.lengths is not None, "num_warps": _WARPS_FP32 if fp32_dot else _WARPS,
     }  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
-from kvcli.kernels.splits import batch_and_head, query_rows, split_range, without_first
+from kvcli.kernels.splits import batch_and_head, query_rows, split_range, split_size, without_first
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
 
 SCAN_GROUPS = tl.constexpr(4)
@@ -28,7 +28,8 @@ def rotated_scores_kernel(
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, t_batch, s_head, s_row,
     num_kv_heads, query_len, groups, groups_per_split, scaling, table, table_row,
     HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    SKIP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SKIP: tl.constexpr, SPLIT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = scaling <q_m, RoPE(k_n)> for k_nc = code_nc scale_gc + zero_gc, tokens n of group g.
 
@@ -72,6 +73,7 @@ def rotated_scores_kernel(
 
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
+    groups_per_split = split_size(groups, groups_per_split, SPLIT // GROUP)
     first, count = split_range(groups, groups_per_split)
     _, group, begin = origin(i_b, first, PAGE)
     packed += group * GROUP * W

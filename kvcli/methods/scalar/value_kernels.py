@@ -18,7 +18,7 @@ from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
 from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
+from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range, split_size
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, TINY, field_dot, field_fp32, mul2, pow2_above
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.methods.scalar.codec import PerTokenCodec
@@ -161,7 +161,7 @@ def _value_kernel(
     s_head, s_row, p_batch, p_head, c_batch, c_head, num_kv_heads, length, per_split, rows, lse_unit, table, table_row,
     B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SCAN: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SCAN: tl.constexpr, SPLIT: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """out[m, d] = sum_n p_mn (code_nd scale_ng + zero_ng) / sum_n p_mn with p = exp2(scores - max), d in group g.
 
@@ -177,7 +177,8 @@ def _value_kernel(
     scale and zero are pages of so many tokens, as in `attend_kernels._scores_kernel`.
 
     PAIRS: there are 2 or 4 groups, and scales of even tokens begin at multiples of 4 GROUPS bytes; BLOCK_W and BLOCK_G
-    are W and GROUPS padded; SCAN tokens whose scales are read at a time for their maximum; FP32_DOT: float32 products.
+    are W and GROUPS padded; SCAN tokens whose scales are read at a time for their maximum; SPLIT: of `split_size`;
+    FP32_DOT: float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -191,6 +192,7 @@ def _value_kernel(
     m_w = o_w < W
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
+    per_split = split_size(length, per_split, SPLIT)
     first, count = split_range(length, per_split)
     count = tl.maximum(count, 0)  # beyond the end of the sequence
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
@@ -285,7 +287,8 @@ def value_sum(
         *encoded.table, PAGE=encoded.page_size, B=value.n_bits, W=words.shape[-1], D=head_dim, GROUPS=scale.shape[-1],
         PAIRS=aligned and pair in {4, 8}, BLOCK_W=max(16, power_of_two(words.shape[-1])),
         BLOCK_G=power_of_two(scale.shape[-1]), BLOCK_M=block_m, BLOCK_N=_BLOCK_N, SCAN=_SCAN, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
+        SPLIT=scores.split, HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS,
+        num_stages=_STAGES,
         maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
     )  # fmt: skip
     if scores.num_splits == 1:
