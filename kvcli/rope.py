@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +192,14 @@ class TokenRotations:
     def __init__(self, rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> None:
         self.rope, self.positions, self._lengths = rope, positions, lengths
         self._tables: dict[tuple[str, int, int], Rotation] = {}
+        self._consecutive = False
+
+    @classmethod
+    def first(cls, rope: Rope, length: int, device: torch.device) -> Self:
+        """Of positions 0 to length - 1, whose order is not looked at, which would wait for a GPU."""
+        rotations = cls(rope, torch.arange(length, device=device).unsqueeze(0))
+        rotations._consecutive = True
+        return rotations
 
     def tokens(self, start: int, stop: int) -> Rotation:
         """Rotation of tokens [start, stop), float32."""
@@ -205,14 +213,15 @@ class TokenRotations:
         """
 
         def make() -> Rotation:
-            consecutive = self.positions.diff(dim=1) == 1
-            if self._lengths is not None:
-                place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
-                consecutive |= place >= self._lengths.unsqueeze(1)
-            if not bool(consecutive.all()):
-                raise CacheError(
-                    "a row's position_ids are not consecutive, which this kernel needs; use impl='reference'"
-                )
+            if not self._consecutive:
+                consecutive = self.positions.diff(dim=1) == 1
+                if self._lengths is not None:
+                    place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
+                    consecutive |= place >= self._lengths.unsqueeze(1)
+                if not bool(consecutive.all()):
+                    raise CacheError(
+                        "a row's position_ids are not consecutive, which this kernel needs; use impl='reference'"
+                    )
             return self._at(self.positions[:, ::size])
 
         return self._once(("tiles", size, 0), make)

@@ -116,9 +116,9 @@ BUDGET = {
     "cli": 4454,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 3065,  # rows without gradients, options that differ by name
-    "integrations": 2062,  # the backend of vLLM; pages that both engines share
-    "kernels": 932,  # where tiles of tokens lie in pages
-    "methods": 10229,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "integrations": 2395,  # the backend of vLLM; pages that both engines share
+    "kernels": 953,  # where tiles of tokens lie in pages
+    "methods": 10253,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 938,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1242,  # a server of the OpenAI API

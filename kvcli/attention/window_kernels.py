@@ -34,7 +34,7 @@ _TILES_FP32 = ((16, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
 
 
 @cache
-def _tile(rows: int, width: int, itemsize: int, device: torch.device, copies: int = 1) -> dict[str, int]:
+def tile_for(rows: int, width: int, itemsize: int, device: torch.device, copies: int = 1) -> dict[str, int]:
     """The first tile that fits into shared memory, for query rows per kv head and padded channels.
 
     Triton keeps the queries there, in `copies` dtypes, `stages` tiles of keys and values for tensor cores of Hopper,
@@ -194,7 +194,7 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP: tl.constexpr):
+def attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP: tl.constexpr):
     """One step of the online softmax: queries [M, D] over keys and values [N, D], where `shown` [M or 1, N]."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
     if SOFT_CAP > 0:
@@ -266,7 +266,7 @@ def _attend_kernel(
             b_k = tl.load(codes_out + at, mask=m_kv, other=0.0)
             b_v = tl.load(codes_lse + at, mask=m_kv, other=0.0)
             shown = (o_n < attended)[None, :]
-            b_max, b_sum, b_acc = _attend_tile(b_rounded, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
+            b_max, b_sum, b_acc = attend_tile(b_rounded, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
     for start in range(0, stop, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         place = oldest + o_n - sinks
@@ -277,7 +277,7 @@ def _attend_kernel(
         b_k = tl.load(key + slot[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
         b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
         shown = o_n[None, :] < b_seen[:, None]
-        b_max, b_sum, b_acc = _attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
+        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
@@ -315,7 +315,7 @@ def attend_window(
     groups = heads // kv_heads
     width = max(16, power_of_two(head_dim))
     copies = 1 if decoded is None or decoded[0].dtype == query.dtype else 2
-    tile = _tile(groups * query_len, width, query.element_size(), query.device, copies)
+    tile = tile_for(groups * query_len, width, query.element_size(), query.device, copies)
     query, key, value = row_major(query), row_major(key), row_major(value)
     first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
     strides: tuple[int, ...] = (0, 0, 0, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from math import lcm
 from pathlib import Path
 from threading import Lock
@@ -24,7 +25,8 @@ from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
+from kvcli.integrations.batch import Batch
+from kvcli.integrations.paged_attention import Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder, check_codecs
 from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
 from kvcli.models import LoadedModel
@@ -78,14 +80,13 @@ class CodesAllocator(FullAttentionCacheAllocator):
         self._layout = {
             index: Page(encoder, dtype, page_size, self._sinks) for index, encoder in self._encoders.items()
         }
-        self._windows = {kind: Windows(None, residual_length, kind[1]) for kind in map(self._kind, layers)}
+        kinds, device = set(map(self._kind, layers)), session.model.device
+        self._windows = {kind: Windows(0, residual_length, kind[1], device) for kind in kinds}
+        shape = 2, spec.num_kv_heads, spec.head_dim
         self._rings = {
-            index: torch.empty(
-                0, self._windows[self._kind(index)].ring, 2, spec.num_kv_heads, spec.head_dim,
-                dtype=dtype, device=session.model.device,
-            )
+            index: torch.zeros(0, self._windows[self._kind(index)].ring, *shape, dtype=dtype, device=device)
             for index in layers
-        }  # fmt: skip
+        }
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
             spec.num_kv_heads, spec.head_dim, dtype, page_size
         )
@@ -120,25 +121,30 @@ class CodesAllocator(FullAttentionCacheAllocator):
         return codec.rotated, codec.key.tokens_per_group
 
     def fork_blocks(self, source: str, copy: str, past_length: int) -> Any:
-        """As in the base class; exact recent tokens of the request are copied before the next pass."""
+        """As in the base class; exact recent tokens of the request are copied, too."""
         copied = super().fork_blocks(source, copy, past_length)
         last = max(past_length - 1, 0) // self.tokens_per_page
         pages = [self.block_table[request][last] for request in (source, copy)]
-        if pages[0] != pages[1]:
-            for windows in self._windows.values():
-                windows.fork(*pages)
+        for kind, windows in self._windows.items() if pages[0] != pages[1] else ():
+            windows.grow(len(self.block_table))
+            if (slots := windows.fork(*pages)) is not None:
+                for index in self.layer_indices:
+                    if self._kind(index) == kind:
+                        rings = self._rings_of(index)
+                        rings[slots[1]] = rings[slots[0]]
         return copied
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As in the base class."""
-        for windows in self._windows.values():
-            windows.release(self.block_table.get(request_id, [])[-1:])
+        for page in self.block_table.get(request_id, [])[-1:]:
+            for windows in self._windows.values():
+                windows.release(page)
         super().free_blocks(request_id, no_cache)
 
     def _rings_of(self, layer_idx: int) -> Tensor:
-        """The rings of a layer, as many as there are windows, and one at least."""
+        """The rings of a layer, as many as there are windows."""
         rings = self._rings[layer_idx]
-        if (more := max(self._windows[self._kind(layer_idx)].count, 1) - len(rings)) > 0:
+        if (more := self._windows[self._kind(layer_idx)].count - len(rings)) > 0:
             rings = self._rings[layer_idx] = torch.cat((rings, rings.new_zeros(more, *rings.shape[1:])))
         return rings
 
@@ -190,24 +196,32 @@ class CodesAllocator(FullAttentionCacheAllocator):
         """The tokens of a pass for layers that are rotated or not and encode keys in groups of so many."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError("attention to codes is not captured in CUDA graphs; say use_cuda_graph=False")
-        size, ends = self.tokens_per_page, call["cu_seq_lens_k"]
-        ends = ends[_FULL] if isinstance(ends, dict) else ends
-        starts, lengths = call["cu_seq_lens_q"].tolist(), ends.diff().tolist()
+        size, ends, windows = self.tokens_per_page, call["cu_seq_lens_k"], self._windows[rotated, group]
+        starts = call["cu_seq_lens_q"].tolist()
+        counts = [stop - start for start, stop in pairwise(starts)]
+        lengths = (ends[_FULL] if isinstance(ends, dict) else ends).diff()
+        tokens = lengths.tolist()
         slots, blocks = call["write_index"][self.index][: starts[-1]], call["read_index"][self.index]
-        counts = [-(-length // size) for length in lengths]
-        rows = blocks[: sum(counts)].split(counts) if len(blocks) else [x[::size] // size for x in slots.split(lengths)]
-        rope = self._rope if rotated else NoRope(2 * len(self._rope.inv_freq), slots.device)
-        return Batch.of(
-            starts,
+        pages = [-(-length // size) for length in tokens]
+        if len(blocks):
+            rows = blocks[: sum(pages)].split(pages)
+        else:
+            rows = tuple(x[::size] // size for x in slots.split(tokens))
+        windows.grow(len(self.block_table))
+        batch = Batch.of(
+            counts,
             lengths,
             pad_sequence(rows, True),
             slots,
-            rope,
+            self._rope if rotated else NoRope(2 * len(self._rope.inv_freq), slots.device),
             page_size=size,
             group=group,
             sinks=self._sinks,
-            windows=self._windows[rotated, group],
+            windows=windows,
+            has_codes=tokens != counts,
         )
+        windows.check()
+        return batch
 
 
 _enabled: dict[int, tuple[Any, dict[str, Any]]] = {}

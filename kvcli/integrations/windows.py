@@ -2,104 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from kvcli.errors import CacheError
 
 RESIDUAL_LENGTH = 32
 """Recent tokens of each request that are exact by default: fewer than in a session, as an engine has many requests."""
+_LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
-class Window:
-    """The exact recent tokens of a request: token t is in place t % ring of the ring `slot`.
+class Rings:
+    """The rings of the requests of a pass, int64 [requests] each.
 
     Attributes:
-        slot: which of the rings.
-        first: the first token that was written there; a request that begins with cached pages has none of these.
-        length: tokens of the request.
+        slot: which ring; ring 0, which is nobody's, of a request that is not stored.
+        source: whose tokens are copied to it before the pass: its own, but of a request with the pages of another one.
+        closed: earlier tokens that are read from codes, whole groups; the others are in the ring.
     """
 
-    slot: int
-    first: int
-    length: int
+    slot: Tensor
+    source: Tensor
+    closed: Tensor
 
 
 class Windows:
-    """Which ring is whose.
+    """Which ring is whose. Token t of a request is in place t % ring of its ring.
 
     A request is known by the page of its last token, which no other one writes to. If that page is full, others with
     the same tokens may have it, too: in one pass they get copies of the ring, else the first that comes has it. An
     engine need not say when a request is finished: the ring that was not used for longest is given to a new one.
 
+    All is on the device, so that a pass waits for nothing and can be captured as a CUDA graph.
+
     Args:
-        most: rings at most, no fewer than requests that run at a time; None: as many as are needed, if `release` is
-            called for those that are finished.
+        rings: no fewer than requests that run at a time.
         residual_length: recent tokens of each that are exact.
         group: tokens whose keys are encoded together; those of the last group are exact until it is whole.
 
     Attributes:
         ring: tokens of a ring, 0 if none are exact.
-        count: rings that were given.
-        copies: slots whose rings are to be copied before the next pass, from the first to the second.
     """
 
-    def __init__(self, most: int | None, residual_length: int, group: int) -> None:
+    def __init__(self, rings: int, residual_length: int, group: int, device: torch.device) -> None:
         self.ring, self._residual, self._group = residual_length + group - 1, residual_length, group
-        self.count, self._most, self._free = 0, most, list[int]()
-        self.copies: list[tuple[int, int]] = []
-        self._of_page: dict[int, Window] = {}  # in the order of their last use
+        # of each ring the page of the request's last token, -1 if nobody has it; the first token that was written
+        # there, as one that begins with cached pages has none of these; the request's tokens; the pass of the last use
+        self._state = torch.full((4, rings + 1), -1, dtype=torch.int64, device=device)
+        self._passes = torch.zeros((), dtype=torch.int64, device=device)
+        self._lost = torch.zeros((), dtype=torch.bool, device=device)
 
-    def advance(self, requests: Sequence[tuple[int | None, Sequence[int], int, int]]) -> list[Window]:
-        """The windows of the requests of a pass, with their earlier tokens.
+    @property
+    def count(self) -> int:
+        """How many rings there are, ring 0 among them."""
+        return self._state.shape[1]
+
+    def grow(self, rings: int) -> None:
+        """Makes at least so many rings."""
+        if (more := rings + 1 - self.count) > 0:
+            self._state = torch.cat((self._state, self._state.new_full((4, more), -1)), 1)
+
+    def advance(self, earlier: Tensor, last: Tensor, past: Tensor, new: Tensor, begun: Tensor) -> Rings:
+        """The rings of the requests of a pass, with their earlier tokens.
 
         Args:
-            requests: of each, the page of its last earlier token, if there is one, the pages of its new tokens, at
-                least one, and how many earlier and new tokens there are.
-
-        Raises:
-            CacheError: a request that ended in an open group is not known.
+            earlier: page of each one's last earlier token, below 0 if there is none, int64 [requests].
+            last: page of its last new token, below 0 if it is not stored, int64 [requests].
+            past, new: how many earlier and new tokens there are, int64 [requests].
+            begun: pages that are written from their first token on, int64 [any].
         """
-        writer = {page: i for i, (_, pages, _, _) in enumerate(requests) for page in pages}
-        found, taken = dict[int, Window](), dict[int, Window]()
-        for i, (page, _, past, _) in enumerate(requests):  # all of them, before any ring is given away
-            known = page in self._of_page and self._of_page[page].length == past and writer.get(page, i) == i
-            if known and page is not None:
-                found[i] = taken[page] = self._of_page.pop(page)
-        windows = []
-        for i, (page, pages, past, new) in enumerate(requests):
-            self.release(pages)  # what another request had there is gone
-            mine = found.get(i)
-            if mine is None:
-                same = taken.get(page) if page is not None else None
-                if same is None and past % self._group:
-                    raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")
-                mine = Window(self._new_slot(), past, past)
-                if same is not None and same.length == past:  # of the same tokens
-                    mine = replace(same, slot=mine.slot)
-                    self.copies.append((same.slot, mine.slot))
-            windows.append(mine)
-            self._of_page[pages[-1]] = Window(mine.slot, mine.first, past + new)
-        return windows
+        page, first, length, used = self._state
+        stored = last >= 0
+        # what another request had there is gone
+        page.masked_fill_((page.unsqueeze(1) == begun.where(begun >= 0, -2)).any(1), -1)
+        known = (page == earlier.unsqueeze(1)) & (length == past.unsqueeze(1)) & ((earlier >= 0) & stored).unsqueeze(1)
+        found, source = known.any(1), known.byte().argmax(1)
+        same = (source == source.unsqueeze(1)) & found & found.unsqueeze(1)
+        mine = found & ~same.tril(-1).any(1)
+        others = stored & ~mine
+        self._passes += 1
+        used[source.where(mine, 0)] = self._passes
+        used[:1].fill_(_LAST)
+        free = used.argsort(stable=True)[(others.cumsum(0) - 1).clamp(0, self.count - 1)]
+        slot = source.where(mine, free.where(others, 0))
+        begin = first[source].where(found, past)
+        self._state[:, slot] = torch.stack((last, begin, past + new, self._passes.expand_as(last)))
+        page[:1].fill_(-1)
+        self._lost |= (stored & ~found & (past % self._group > 0)).any()
+        closed = begin.maximum(past - self._residual) // self._group * self._group
+        return Rings(slot, source.where(found, slot), closed)
 
-    def fork(self, page: int, copy: int) -> None:
-        """Gives a request whose last page is a copy of another one's a copy of its ring, if it has one."""
-        if (window := self._of_page.get(page)) is not None:
-            self._of_page[copy] = replace(window, slot=self._new_slot())
-            self.copies.append((window.slot, self._of_page[copy].slot))
+    def fork(self, page: int, copy: int) -> tuple[int, int] | None:
+        """Gives a request whose last page is a copy of another one's a ring, if that has one; source and copy."""
+        found = (self._state[0] == page).nonzero()
+        if not len(found):
+            return None
+        source, slot = int(found[0]), int(self._state[3, 1:].argmin()) + 1
+        self._state[:, slot] = self._state[:, source]
+        self._state[0, slot] = copy
+        return source, slot
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Takes back the rings of requests whose last pages are among these."""
-        self._free += [self._of_page.pop(page).slot for page in pages if page in self._of_page]
+    def release(self, page: int) -> None:
+        """Takes back the ring of a request that is finished, whose last page this is."""
+        self._state.masked_fill_(self._state[0] == page, -1)
 
-    def _new_slot(self) -> int:
-        if not self._free:
-            if self.count == self._most:
-                return self._of_page.pop(next(iter(self._of_page))).slot
-            self._free, self.count = [self.count], self.count + 1
-        return self._free.pop()
-
-    def closed(self, window: Window) -> int:
-        """How many tokens of a request are read from codes, whole groups; the others up to `length` are in the ring."""
-        return max(window.first, window.length - self._residual) // self._group * self._group
+    def check(self) -> None:
+        """CacheError: a request that ended in an open group was not known. It waits for the device."""
+        if self._lost:
+            raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")

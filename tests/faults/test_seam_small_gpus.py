@@ -102,8 +102,8 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
         monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: hopper)
         limit = launch.HOPPER_SHARED_MEMORY if hopper else LARGE_LIMIT
         monkeypatch.setattr(window_kernels, "shared_memory_limit", lambda device: limit)
-        window_kernels._tile.cache_clear()
-        tiles.append(window_kernels._tile(48, 64, 4, model.device))
+        window_kernels.tile_for.cache_clear()
+        tiles.append(window_kernels.tile_for(48, 64, 4, model.device))
         with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             return torch.stack([model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces])
@@ -111,7 +111,7 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
     try:
         assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)
     finally:
-        window_kernels._tile.cache_clear()
+        window_kernels.tile_for.cache_clear()
     assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in tiles] == [(16, 32), (16, 64)]
 
 

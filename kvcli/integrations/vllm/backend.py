@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -27,7 +29,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kvcli.attention.backend import choose_backend
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
+from kvcli.integrations.batch import Batch
+from kvcli.integrations.paged_attention import Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
 from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
@@ -35,6 +38,11 @@ from kvcli.registry import get_method, parse_method
 
 _SPARE_RINGS = 16
 """Rings of requests that have just finished, which vLLM does not tell."""
+
+_CHECKED = 64
+"""Passes between two looks at the largest numbers."""
+_MOST_SCORES = 2**28
+"""Scores of a layer that are kept at a time, in float32, for as many requests of a pass."""
 
 
 class Layers:
@@ -74,9 +82,22 @@ class Layers:
             self.encoders.append(LayerEncoder(codec, layer_idx, model.dtype, self.ranges))
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
-        self.num_rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
+        rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
         residual_length = settings.values.get("residual_length", RESIDUAL_LENGTH)
-        self.windows = Windows(self.num_rings, residual_length, self.group)
+        self.windows = Windows(rings, residual_length, self.group, device)
+        self.num_heads = codecs[0].key.spec.num_heads
+        self._passes = 0
+
+    def check(self) -> None:
+        """CacheError: numbers of the passes so far exceed the range of the codes, or exact keys are lost."""
+        self.ranges.check()
+        self.windows.check()
+
+    def check_sometimes(self) -> None:
+        """`check`, which waits for the GPU, before every `_CHECKED`-th pass; prompts are looked at after each."""
+        self._passes += 1
+        if self._passes % _CHECKED == 0:
+            self.check()
 
 
 _made: list[tuple[VllmConfig, Layers]] = []
@@ -138,12 +159,53 @@ class CodesBackend(AttentionBackend):
         return -(-cls.page(spec.block_size).nbytes // spec.block_size)
 
 
-class Tokens(Batch, AttentionMetadata):
-    """The tokens of a pass."""
+class Tokens(AttentionMetadata):
+    """The tokens of a pass.
+
+    Where they go is found by the first layer and not before, so that it is a part of a pass that is captured as a CUDA
+    graph, and is found anew when that is replayed: from tensors of vLLM that stay where they are.
+    """
+
+    def __init__(self, layers: Layers, common: CommonAttentionMetadata, page_size: int) -> None:
+        self._layers, self._common, self._size = layers, common, page_size
+        self.is_decode = common.max_query_len == 1 and common.num_reqs == common.num_actual_tokens
+
+    @cached_property
+    def batch(self) -> Batch:
+        """What is new."""
+        common, size, layers = self._common, self._size, self._layers
+        if self.is_decode:
+            counts = [1] * common.num_reqs
+        else:
+            counts = [b - a for a, b in pairwise(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())]
+        table = common.block_table_tensor[: common.num_reqs, : -(-common.max_seq_len // size)]
+        tokens, bounds = table.shape[1] * size, common.seq_lens_cpu_upper_bound
+        return Batch.of(
+            counts,
+            common.seq_lens[: common.num_reqs],
+            table,
+            common.slot_mapping[: sum(counts)],
+            layers.rope,
+            page_size=size,
+            group=layers.group,
+            sinks=layers.sinks,
+            windows=layers.windows,
+            null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
+            most_rows=max(1, _MOST_SCORES // (tokens * layers.num_heads)),
+            has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
+        )
 
 
 class BatchBuilder(AttentionMetadataBuilder[Tokens]):
-    """Finds slots and positions of the tokens of a pass."""
+    """Passes on what vLLM knows of a pass."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Passes that decode are captured, but for methods without kernels: of these, whole tables would be decoded."""
+        backend = layers_of(vllm_config).backend
+        if backend.attend_codes is backend.attend_decoded:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -152,24 +214,17 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Tokens:
-        """The batch of a pass; UnsupportedModelError: attention that is not causal."""
-        common, size = common_attn_metadata, self.kv_cache_spec.block_size
-        if common.causal is not True:
+        """The tokens of a pass.
+
+        Raises:
+            UnsupportedModelError: attention that is not causal.
+            CacheError: as of `Layers.check`.
+        """
+        if common_attn_metadata.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
-        starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
-        slots, table = common.slot_mapping[: starts[-1]], common.block_table_tensor
-        layers = self._layers
-        return Tokens.of(
-            starts,
-            lengths,
-            table,
-            slots,
-            layers.rope,
-            page_size=size,
-            group=layers.group,
-            sinks=layers.sinks,
-            windows=layers.windows,
-        )
+        tokens = Tokens(self._layers, common_attn_metadata, self.kv_cache_spec.block_size)
+        self._layers.check_sometimes()
+        return tokens
 
 
 class CodesAttention(AttentionImpl[Tokens]):
@@ -209,10 +264,10 @@ class CodesAttention(AttentionImpl[Tokens]):
         layers, layer_idx = layers_of(self._config), extract_layer_index(name)
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
-        shape = layers.num_rings, layers.windows.ring, 2, spec.num_kv_heads, spec.head_dim
+        shape = layers.windows.count, layers.windows.ring, 2, spec.num_kv_heads, spec.head_dim
         rings = torch.zeros(shape, dtype=dtype, device=layers.ranges.device)
         self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
-        self._ranges = layers.ranges if layer_idx == len(layers.encoders) - 1 else None
+        self._last = layers if layer_idx == len(layers.encoders) - 1 else None
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
@@ -251,7 +306,7 @@ class CodesAttention(AttentionImpl[Tokens]):
         if attn_metadata is None:
             return output.fill_(0)
         page, pages = self._page(kv_cache.shape[2]), kv_cache.view(len(kv_cache), -1)
-        self._attend(page, pages, attn_metadata, query, key, value, output)
-        if self._ranges is not None:
-            self._ranges.check()
+        self._attend(page, pages, attn_metadata.batch, query, key, value, output)
+        if self._last is not None and not attn_metadata.is_decode:
+            self._last.check()
         return output

@@ -394,9 +394,16 @@ def test_pages_that_cannot_be_are_refused_at_start(
         pass
 
 
-@pytest.mark.parametrize(("name", "slots", "written"), [("rtn-4", [-1, 97, -1, 7], [[3, 1]]), ("kivi-2", [-1] * 4, [])])
+@pytest.mark.parametrize(
+    ("name", "counts", "slots", "written"),
+    [
+        ("rtn-4", [2, 1], [98, 99, -1, 7], [[3, 2], [3, 3]]),
+        ("rtn-4", [1, 1], [99, -1, 7, 7], [[0, 31], [3, 3]]),  # decoding: what is not stored goes to vLLM's own page
+        ("kivi-2", [2, 1], [-1] * 4, []),
+    ],
+)
 def test_tokens_without_a_slot_are_not_stored(
-    name: str, slots: list[int], written: list[list[int]], ask: Any, tiny_model: Any, tmp_path: Path
+    name: str, counts: list[int], slots: list[int], written: list[list[int]], ask: Any, tiny_model: Any, tmp_path: Path
 ) -> None:
     """Passes that vLLM runs for its own sake have slots of -1."""
     from kvcli.integrations.vllm.backend import BatchBuilder
@@ -409,8 +416,12 @@ def test_tokens_without_a_slot_are_not_stored(
         common = SimpleNamespace(
             causal=True,
             num_reqs=2,
-            query_start_loc_cpu=torch.tensor([0, 2, 3]),
-            seq_lens=torch.tensor([2, 4]),
+            num_actual_tokens=sum(counts),
+            max_query_len=max(counts),
+            max_seq_len=4,
+            query_start_loc_cpu=torch.tensor([0, counts[0], sum(counts)]),
+            seq_lens=torch.tensor([4, 4]),
+            seq_lens_cpu_upper_bound=None,
             block_table_tensor=torch.tensor([[3], [5]], dtype=torch.int32),
             slot_mapping=torch.tensor(slots),
         )
@@ -424,7 +435,7 @@ def test_tokens_without_a_slot_are_not_stored(
             assert scale.any(3).any(1).nonzero().tolist() == written
         assert sinks.shape[1] == 1
         assert not sinks.any()
-        assert not layer.impl._attend.rings.any()
+        assert layer.impl._attend.rings.flatten(2).any(2).sum() == sum(page > 0 for page, _ in written)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""The tokens of a pass of an engine: which requests are one batch, and where codes and exact tokens of each are."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvcli.integrations.windows import Windows
+from kvcli.methods.pages import PageTable
+from kvcli.rope import Rope, Rotation, TokenRotations
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests of a pass that have as many new tokens, so that they are one batch.
+
+    Attributes:
+        tokens: the new tokens' places in the pass, int64 [requests, count].
+        first: the first of these, if they are in a row; -1 if they are not.
+        past: earlier tokens, int64 [requests].
+        closed: those of them that are read from codes, int32 [requests].
+        rings: of the requests, int64 [requests].
+        pages: of all tokens.
+        rotations: of the tokens of these pages.
+        has_codes: whether any token may be read from codes.
+    """
+
+    tokens: Tensor
+    first: int
+    past: Tensor
+    closed: Tensor
+    rings: Tensor
+    pages: PageTable
+    rotations: TokenRotations
+    has_codes: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """Those of all new tokens x [tokens, ...] that are of these requests, [requests, count, ...]."""
+        if self.first < 0:
+            return x[self.tokens]
+        return x[self.first : self.first + self.tokens.numel()].unflatten(0, self.tokens.shape)
+
+    def visible(self, sinks: int, ring: int) -> Tensor:
+        """Which sinks and places of the rings are attended to, boolean [requests, sinks + ring]."""
+        last = self.past.unsqueeze(1) - 1
+        sink, place = (torch.arange(count, device=last.device) for count in (sinks, ring))
+        token = last - (last - place) % max(ring, 1)
+        return torch.cat((sink <= last, token >= self.closed.clamp_min(sinks).unsqueeze(1)), 1)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of keys, those that are whole after a pass among them.
+
+    Attributes:
+        page, place: where their codes go, int64 [groups].
+        is_new: which of their tokens are new, boolean [groups * tokens].
+        token: places in the pass of those, and in the rings of others, int64 [groups * tokens].
+    """
+
+    page: Tensor
+    place: Tensor
+    is_new: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of a pass.
+
+    Attributes:
+        parts: the requests.
+        stored: which of the new tokens are encoded, int64 [stored]; None: all of them.
+        hidden: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
+        page, place: where these go, int64 [stored].
+        rotation: RoPE of these, float32.
+        groups: None where each key is encoded alone, or no group becomes whole.
+        sinks: of new tokens that are sinks, page and place, of others below 0, int64 [2, tokens].
+        recent: the place of each new token in all rings, below 0 where others come after it, int64 [1, tokens].
+        rings: which ring is copied to which one first, int64 [2, requests].
+    """
+
+    parts: Sequence[Part]
+    stored: Tensor | None
+    hidden: Tensor | None
+    page: Tensor
+    place: Tensor
+    rotation: Rotation
+    groups: Groups | None
+    sinks: Tensor
+    recent: Tensor
+    rings: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        counts: Sequence[int],
+        lengths: Tensor,
+        table: Tensor,
+        slots: Tensor,
+        rope: Rope,
+        *,
+        page_size: int,
+        group: int,
+        sinks: int,
+        windows: Windows,
+        null_page: int | None = None,
+        most_rows: int = sys.maxsize,
+        has_codes: bool = True,
+    ) -> Self:
+        """The batch of requests of which each has its new tokens side by side, one request after another.
+
+        Args:
+            counts: new tokens of each request.
+            lengths: all tokens of each request, new ones included, int [requests].
+            table: pages of each request, int [requests, most pages].
+            slots: of the new tokens, int [tokens]; below 0 for those that are not stored.
+            group: tokens whose keys are encoded together.
+            sinks: tokens at the beginning of each request that are exact.
+            windows: of the requests; advanced.
+            null_page: a page that nobody reads, for what is not stored, so that nothing waits for the GPU and the pass
+                can be captured if all have as many new tokens; None: that is left out.
+            most_rows: requests of a part at most.
+            has_codes: False if no request has earlier tokens.
+        """
+        device, size, lengths, slots = table.device, page_size, lengths.long(), slots.long()
+        if not all(counts):
+            used = torch.tensor([i for i, count in enumerate(counts) if count], device=device)
+            counts, lengths, table = [x for x in counts if x], lengths[used], table[used]
+        alike = defaultdict[int, list[int]](list)
+        for i, count in enumerate(counts):
+            alike[count].append(i)
+        new, tokens = _constant(counts, device), sum(counts)
+        past, stop = (lengths - new).clamp_min(0), new.cumsum(0)
+        start = stop - new
+        row = torch.arange(len(counts), device=device).repeat_interleave(new, output_size=tokens)
+        at = torch.arange(tokens, device=device) - start[row]
+        position, written, place = past[row] + at, slots >= 0, slots % size
+        page = written_page = (slots // size).where(written, -1)
+        last = (past - 1).clamp_min(0) // size
+        rings = windows.advance(
+            table.gather(1, last.unsqueeze(1)).squeeze(1).where(past > 0, -1),
+            page[stop - 1],
+            past,
+            new,
+            page.where(place == 0, -1),
+        )
+        ring, is_sink = windows.ring, written & (position < sinks)
+        recent = (rings.slot[row] * ring + position % max(ring, 1)).where(written & (new[row] - at <= ring), -1)
+        new_sinks = torch.stack((page, position)).where(is_sink, -1)
+        stored = None if null_page is not None else written.nonzero().squeeze(1)
+        hidden = is_sink if stored is None else is_sink[stored]
+        if null_page is not None:
+            page = page.where(written, null_page)
+        kept, kept_at, kept_position = (x if stored is None else x[stored] for x in (page, place, position))
+        pages, begins = table.int(), [0, *accumulate(counts)]
+        rotations = TokenRotations.first(rope, pages.shape[1] * size, device)
+        parts, groups = list[Part](), list[tuple[Tensor, ...]]()
+        for count, same in alike.items():
+            for some in (same[i : i + most_rows] for i in range(0, len(same), most_rows)):
+                in_a_row = some[-1] - some[0] == len(some) - 1
+                of = slice(some[0], some[-1] + 1) if in_a_row else torch.tensor(some, device=device)
+                part = Part(
+                    tokens=start[of].unsqueeze(1) + torch.arange(count, device=device),
+                    first=begins[some[0]] if in_a_row else -1,
+                    past=past[of],
+                    closed=rings.closed[of].int(),
+                    rings=rings.slot[of],
+                    pages=PageTable(pages[of], size),
+                    rotations=rotations,
+                    has_codes=has_codes,
+                )
+                parts.append(part)
+                if group > 1:
+                    groups.append(_groups(part, written_page, group, sinks, ring, null_page))
+        whole = Groups(*map(torch.cat, zip(*groups, strict=True))) if groups else None
+        return cls(
+            parts,
+            stored,
+            hidden if stored is None or hidden.any() else None,
+            kept,
+            kept_at,
+            rope.rotation(kept_position.unsqueeze(0), torch.float32),
+            whole if whole is not None and len(whole.page) else None,
+            new_sinks,
+            recent.unsqueeze(0),
+            torch.stack((rings.source, rings.slot)),
+        )
+
+
+def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers, int64; if all are the same, without a copy from the host."""
+    if min(numbers) == max(numbers):
+        return torch.full((len(numbers),), numbers[0], device=device)
+    return torch.tensor(numbers, device=device)
+
+
+def _groups(part: Part, pages: Tensor, group: int, sinks: int, ring: int, null_page: int | None) -> tuple[Tensor, ...]:
+    """Fields of the `Groups` of a part; `pages` of all new tokens, below 0 where they are not stored.
+
+    A sink, whose code nobody reads, is encoded as the next token, for the scale.
+    """
+    count, past = part.tokens.shape[1], part.past.unsqueeze(1)
+    index = past // group + torch.arange(-(-count // group), device=past.device)
+    last = (index + 1) * group - 1
+    page = pages[part.tokens.gather(1, (last - past).clamp_max(count - 1))]
+    whole = (last < past + count) & (page >= 0)
+    place = index % (part.pages.page_size // group)
+    token = (index * group).unsqueeze(2) + torch.arange(group, device=past.device)
+    token = token.maximum(last.clamp_max(sinks).unsqueeze(2))
+    new = part.tokens.gather(1, (token - part.past[:, None, None]).clamp(0, count - 1).flatten(1)).view_as(token)
+    is_new = token >= past.unsqueeze(2)
+    token = new.where(is_new, part.rings[:, None, None] * ring + token % max(ring, 1))
+    if null_page is None:
+        page, place, is_new, token = page[whole], place[whole], is_new[whole], token[whole]
+    else:
+        page = page.where(whole, null_page)
+    return page.flatten(), place.flatten(), is_new.flatten(), token.flatten()

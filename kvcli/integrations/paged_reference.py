@@ -1,0 +1,76 @@
+"""Attention to the exact tokens of requests, and where these are kept, in PyTorch: what `paged_kernels` is tested with.
+
+Sinks are [pages, sinks, 2, num_kv_heads, head_dim] and rings [rings, tokens, 2, num_kv_heads, head_dim], keys after
+RoPE and values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.reference import merge_state, partial_attention
+from kvcli.integrations.batch import Part
+from kvcli.methods.layer_codec import PartialAttention
+
+
+def attend_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    rings: Tensor,
+    part: Part,
+    others: PartialAttention | None,
+    scaling: float,
+    soft_cap: float | None,
+    sink_logits: Tensor | None,
+    output: Tensor,
+    *,
+    new: bool,
+) -> None:
+    """Writes attention of the new tokens of a part to its exact earlier tokens, merged with that to others.
+
+    Args:
+        query: of all new tokens, [tokens, num_heads, head_dim].
+        key, value: the same of kv heads, in the dtype of the rings.
+        others: attention to other tokens, float32 [requests, num_heads, count, ...].
+        soft_cap, sink_logits: as of `PagedAttention`.
+        output: [tokens, num_heads, head_dim], written.
+        new: whether new tokens are attended to as well, each to those up to itself.
+    """
+    visible = part.visible(sinks.shape[1], rings.shape[1])
+    exact = torch.cat((sinks[part.pages.table[:, 0].clamp_min(0)], rings[part.rings]), 1)
+    exact.masked_fill_(~visible[:, :, None, None, None], 0)  # what is not written yet may be NaN
+    visible = visible.unsqueeze(1)
+    if new:
+        count = part.tokens.shape[1]
+        both = torch.stack((part.of(key), part.of(value)), 2)
+        exact = torch.cat((exact, both), 1)
+        causal = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
+        visible = torch.cat((visible.expand(-1, count, -1), causal.expand(len(visible), -1, -1)), 2)
+    keys, values = exact.permute(2, 0, 3, 1, 4)
+    state = partial_attention(part.of(query).transpose(1, 2), keys, values, visible, scaling, soft_cap)
+    out, lse = state if others is None else merge_state(state, others)
+    if sink_logits is not None:
+        out = out * torch.sigmoid(lse - sink_logits.float()[:, None]).unsqueeze(-1)
+    output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+
+
+def store_exact(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
+    """Writes new tokens to their places.
+
+    Args:
+        key, value: of all new tokens, [tokens, num_kv_heads, head_dim].
+        stored: [..., 2, num_kv_heads, head_dim], written.
+        places: int64 [axes, tokens], of each token that is stored; below 0 for others.
+    """
+    kept = (places[0] >= 0).nonzero().squeeze(1)
+    stored[tuple(places[:, kept])] = torch.stack((key[kept], value[kept]), 1)
+
+
+def copy_rings(rings: Tensor, places: Tensor) -> None:
+    """Copies rings [rings, tokens, 2, num_kv_heads, head_dim] to others, from places[0] to places[1], int64."""
+    source, copy = places[:, places[0] != places[1]]
+    if len(source):
+        rings[copy] = rings[source]

@@ -1,0 +1,150 @@
+"""Kernels of exact tokens in pages and rings, next to what they are in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parts import DEVICE
+from torch import Tensor
+
+from kvcli.integrations import paged_kernels, paged_reference
+from kvcli.integrations.batch import Batch, Part
+from kvcli.integrations.windows import Windows
+from kvcli.methods.pages import PageTable
+from kvcli.rope import NoRope, TokenRotations
+
+PAGE = 32
+
+
+MODULES: tuple[Any, Any] = paged_reference, paged_kernels
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def part_of(counts: int, past: list[int], closed: list[int], rings: list[int], order: Tensor) -> Part:
+    requests = len(past)
+    return Part(
+        tokens=order[: requests * counts].view(requests, counts).to(DEVICE),
+        first=-1,
+        past=torch.tensor(past, device=DEVICE),
+        closed=torch.tensor(closed, dtype=torch.int32, device=DEVICE),
+        rings=torch.tensor(rings, device=DEVICE),
+        pages=PageTable(torch.tensor([[4 - i, -1] for i in range(requests)], dtype=torch.int32, device=DEVICE), PAGE),
+        rotations=TokenRotations.first(NoRope(8, DEVICE), 2 * PAGE, DEVICE),
+        has_codes=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "sinks", "ring", "count", "new", "extra"),
+    [
+        (4, 2, 16, 3, 7, 1, True, {}),
+        (6, 2, 20, 0, 33, 5, True, {"soft_cap": 2.0}),
+        (3, 3, 64, 2, 0, 40, True, {"logits": True}),
+        (8, 1, 32, 4, 63, 70, False, {}),
+        (2, 2, 24, 0, 0, 2, True, {"logits": True}),
+    ],
+)
+def test_attention_is_that_of_the_reference(
+    heads: int, kv_heads: int, width: int, sinks: int, ring: int, count: int, new: bool, extra: dict[str, Any],
+    others: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Short and long requests, and what is not written is NaN."""
+    torch.manual_seed(0)
+    past = [0, 2, 45, 300]
+    closed = [0, 0, 45 - min(ring, 20), 300 - ring // 2]
+    part = part_of(count, past, closed, [2, 0, 4, 1], torch.randperm(4 * count + 3))
+    tokens = 4 * count + 3
+    query, key, value = (random(tokens, n, width, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    pages = random(6, sinks, 2, kv_heads, width, dtype=dtype)
+    rings = random(5, ring, 2, kv_heads, width, dtype=dtype)
+    pages[4], rings[2] = float("nan"), float("nan")  # of the first request
+    pages[3, 2:], rings[0, 2:] = float("nan"), float("nan")  # of the second
+    logits = random(heads) if extra.get("logits") else None
+    state = random(4, heads, count, width), random(4, heads, count)
+    state[0][1], state[1][1] = 0.0, float("-inf")
+    found = []
+    for exact in MODULES:
+        output = torch.full((tokens, heads, width), 7.0, dtype=dtype, device=DEVICE)
+        exact.attend_exact(
+            query, key, value, pages, rings, part, state if others else None, 0.3, extra.get("soft_cap"), logits,
+            output, new=new,
+        )  # fmt: skip
+        found.append(output)
+    assert (found[1] == 7.0).all(2).all(1).sum() == 3
+    assert not found[0].isnan().any()
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
+def test_tokens_are_stored_as_in_the_reference(kv_heads: int, width: int) -> None:
+    torch.manual_seed(0)
+    qkv = random(6, 3 * kv_heads, width)
+    key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
+    for shape, places in (
+        ((5, 3, 2, kv_heads, width), [[4, -1, 0, -1, 4, -1], [2, -1, 0, -1, 0, -1]]),
+        ((9, 2, kv_heads, width), [[8, -1, 0, 3, -1, 4]]),
+    ):
+        found = []
+        for exact in MODULES:
+            stored = torch.zeros(shape, device=DEVICE)
+            exact.store_exact(key, value, stored, torch.tensor(places, device=DEVICE))
+            found.append(stored)
+        assert torch.equal(*found)
+        assert found[0].any(-1).any(-1).all(-1).sum() == sum(x >= 0 for x in places[0])
+
+
+def test_rings_are_copied_as_in_the_reference() -> None:
+    for ring in (5, 0):
+        rings, places = random(6, ring, 2, 3, 20), torch.tensor([[1, 2, 2, 5], [1, 4, 2, 0]], device=DEVICE)
+        found = [rings.clone(), rings.clone()]
+        for exact, mine in zip(MODULES, found, strict=True):
+            exact.copy_rings(mine, places)
+        assert torch.equal(*found)
+        assert torch.equal(found[0], rings[[5, 1, 2, 3, 2, 5]])
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
+    """Where all have one token, what is not stored goes to a page that nobody reads, and nothing else changes."""
+    device, rope = torch.device("cpu"), NoRope(8, torch.device("cpu"))
+    table = torch.tensor([[1, 2], [3, 4], [5, 0], [6, 7]], dtype=torch.int32)
+    lengths, slots = torch.tensor([32, 48, 0, 33]), torch.tensor([PAGE + 31, 4 * PAGE + 15, -1, 7 * PAGE])
+    batches = []
+    for null_page in (None, 0):
+        windows = Windows(4, 16, group, device)
+        ones, pages = torch.ones(3, dtype=torch.int64), torch.tensor([1, 4, 6])
+        windows.advance(-ones, pages, 0 * ones, torch.tensor([31, 47, 32]), torch.tensor([1, 3, 4, 6]))
+        batches.append(
+            Batch.of(
+                [1] * 4, lengths, table, slots, rope, page_size=PAGE, group=group, sinks=2, windows=windows,
+                null_page=null_page,
+            )
+        )  # fmt: skip
+        windows.check()
+    left_out, captured = batches
+    assert captured.stored is None
+    assert left_out.stored is not None
+    assert left_out.stored.tolist() == [0, 1, 3]
+    assert captured.page.tolist() == [1, 4, 0, 7]
+    for name in ("page", "place"):
+        assert torch.equal(getattr(captured, name)[left_out.stored], getattr(left_out, name))
+    assert torch.equal(captured.recent, left_out.recent)
+    assert (captured.recent[0] >= 0).tolist() == [True, True, False, True]
+    (part,), (same,) = captured.parts, left_out.parts
+    assert torch.equal(part.closed, same.closed)
+    assert part.closed.tolist() == [x // group * group for x in (15, 31, 0, 16)]
+    if group > 1:
+        assert captured.groups is not None
+        assert left_out.groups is not None
+        assert captured.groups.page.tolist() == [1, 4, 0, 0]
+        assert left_out.groups.page.tolist() == [1, 4]
+        assert left_out.groups.place.tolist() == [1, 0]
+        assert torch.equal(captured.groups.token[: 2 * group], left_out.groups.token)
