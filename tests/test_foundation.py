@@ -115,7 +115,7 @@ BUDGET = {
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 4454,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
-    "eval": 3065,  # rows without gradients, options that differ by name
+    "eval": 3066,  # rows without gradients, options that differ by name
     "integrations": 2395,  # the backend of vLLM; pages that both engines share
     "kernels": 953,  # where tiles of tokens lie in pages
     "methods": 10253,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals

@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from kvcli.attention.session import Session
 from kvcli.cache.compressed import MemoryReport
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
@@ -60,6 +63,7 @@ def greedy(
     chunk: int | None = None,
     stop: Iterable[int] = (),
     done: Callable[[list[int]], bool] = lambda tokens: False,
+    session: Session | None = None,
 ) -> tuple[list[int], Any]:
     """Continues a prompt with the most probable token, again and again.
 
@@ -69,6 +73,7 @@ def greedy(
         chunk: tokens of a piece per forward pass; default all.
         stop: tokens that end the text; they are not returned.
         done: called with the tokens so far after each one; True ends the text.
+        session: of the caches; on a GPU, it replays the passes of new tokens as CUDA graphs.
 
     Returns:
         The new tokens, and the cache.
@@ -79,12 +84,12 @@ def greedy(
     model: Any = loaded.model
     cache, stop = new_cache(), set(stop)
     tokens: list[int] = []
-    with torch.inference_mode():
-        for piece in pieces[:-1]:
-            read(model, cache, piece, chunk)
-        following: Sequence[int] = pieces[-1]
+    steps = None if session is None else session.chunks(cache, 1, max_new_tokens)
+    with torch.inference_mode(), nullcontext() if steps is None else closing(steps):
+        for piece in pieces:
+            states = read(model, cache, piece, chunk)
         while True:
-            logits = logits_of(model, read(model, cache, following, chunk)[:, -1:])[:, -1]
+            logits = logits_of(model, states[:, -1:])[:, -1]
             if not logits.isfinite().all():
                 ids = [*(x for piece in pieces for x in piece), *tokens]
                 raise not_finite(model, "the cache of this row", partial(read, model, new_cache(), ids))
@@ -94,7 +99,7 @@ def greedy(
             tokens.append(token)
             if len(tokens) >= max_new_tokens or done(tokens):
                 break
-            following = [token]
+            states = read(model, cache, [token]) if steps is None else steps(logits.argmax(-1, keepdim=True))
     return tokens, cache
 
 
@@ -122,9 +127,12 @@ def continuations(
         The new tokens of each prompt, and the memory of the last cache; None for the uncompressed model.
     """
     texts, cache = [], None
-    with reporter.progress(case.label, len(prompts), "prompts") as advance, case.caches(loaded, reporter) as new_cache:
+    session = case.attach(loaded, reporter) if case.compressed else None
+    new_cache: NewCache = DynamicCache if session is None else session.new_cache
+    with reporter.progress(case.label, len(prompts), "prompts") as advance, session or nullcontext():
         for index, pieces in enumerate(prompts):
-            tokens, cache = greedy(loaded, new_cache, pieces, max_new_tokens, stop=stop, done=partial(done, index))
+            ended = partial(done, index)
+            tokens, cache = greedy(loaded, new_cache, pieces, max_new_tokens, stop=stop, done=ended, session=session)
             texts.append(tokens)
             advance(1)
     return texts, cache.memory() if case.compressed and cache is not None else None

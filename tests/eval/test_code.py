@@ -122,7 +122,7 @@ def test_functions_are_scored_by_their_tests(
         "    while True: pass\n",
     ]
 
-    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any, session: Any) -> Any:
         prompt = loaded.tokenizer.decode([token for piece in pieces for token in piece])
         index = next(i for i, problem in enumerate(PROBLEMS.values()) if problem["prompt"] == prompt)
         assert len(pieces[-1]) == 1

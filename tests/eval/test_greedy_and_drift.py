@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.attention.chunks import Chunks
+from kvcli.attention.session import Session
 from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.eval import drift
@@ -41,6 +43,26 @@ def test_a_question_in_a_pass_of_its_own_reads_codes(loaded: LoadedModel) -> Non
     assert cache.memory().num_encoded >= len(PROMPT) - 8
     assert together == generate(loaded, [[*PROMPT, 50, 51]], 1)  # a single pass is in full precision
     assert len(tokens) == 1
+
+
+def test_new_tokens_are_read_in_the_sessions_steps(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def chunks(self: Session, *arguments: Any) -> Chunks:
+        made.append(chunks_of(self, *arguments, "steps"))
+        return made[-1]
+
+    chunks_of = Session.chunks
+    monkeypatch.setattr(Session, "chunks", chunks)
+    with kvcli.attach(loaded, "kivi-2", group_size=8, residual_length=8, sink_length=2) as session:
+        expected, passes = greedy(loaded, session.new_cache, [PROMPT, [50, 51]], 24)
+        tokens, steps = greedy(loaded, session.new_cache, [PROMPT, [50, 51]], 24, session=session)
+        assert tokens == expected
+        assert [x.mode for x in made] == ["steps"]
+        assert steps.get_seq_length() == passes.get_seq_length() == len(PROMPT) + 2 + 23
+        assert steps.memory().true_bits == passes.memory().true_bits
+        done = {"done": lambda tokens: len(tokens) == 3}
+        assert greedy(loaded, session.new_cache, [PROMPT], 24, session=session, **done)[1].get_seq_length() == 50
 
 
 def test_the_fp16_cache_never_drifts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def answered(loaded: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPa
     """Units of the uncompressed model if it answers every prompt with the right text, changed."""
 
     def units(module: Any, options: Any, change: Any) -> list[Any]:
-        def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+        def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any, session: Any) -> Any:
             expected = next(prompt.expected for prompt in asked if prompt.pieces == pieces)
             tokens = loaded.tokenizer(change(expected))["input_ids"][:limit]
             ends = (end for end in range(1, len(tokens) + 1) if done(tokens[:end]))

@@ -127,7 +127,7 @@ def test_replies_end_with_the_last_right_answer_or_the_tasks_limit(
     """A reply that goes on could hold all words of the text."""
     options = RulerOptions(tasks=["fwe", "niah_single_1"], contexts=[700], num_prompts=1)
 
-    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any, session: Any) -> Any:
         expected = next(prompt.expected for prompt in asked if prompt.pieces == pieces)
         tokens = loaded.tokenizer(("x" * tail * 9 if tail else "") + expected + "y" * 200)["input_ids"]
         ends = (end for end in range(1, limit + 1) if done(tokens[:end]))

@@ -111,7 +111,7 @@ def test_a_call_is_valid_of_the_right_function_and_with_the_right_arguments(
 
 
 def test_generation_ends_with_the_call(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any, session: Any) -> Any:
         tokens = loaded.tokenizer(CALL + " and so on")["input_ids"]
         return tokens[: next(end for end in range(1, limit) if done(tokens[:end]))], new_cache()
 
