@@ -102,13 +102,56 @@ def pages(name: str) -> str:
     return markdown(["method", *header], cells)
 
 
+def answered(name: str) -> str:
+    """The table of the records of one suite, with stored bits; of `ruler` the means of all tasks alone."""
+    rows = records(name)
+    found = table(rows[0]["suite"], rows)
+    bits = {row["label"]: "16" if row["memory"] is None else f"{row['memory']['true_bits']:.2f}" for row in rows}
+    shown = [at for at, column in enumerate(found.columns) if column not in ("method", "task")]
+    cells = [row for row in found.rows if rows[0]["suite"] != "ruler" or row[1] == "all"]
+    header = ["method", "bits", *(found.columns[at] for at in shown)]
+    return markdown(header, [[row[0], bits[row[0]], *(row[at].strip() for at in shown)] for row in cells])
+
+
+def by_task(name: str) -> str:
+    """Percent of RULER's answers found by each method, by task, all lengths together."""
+    rows, cells = records(name.removesuffix("-tasks")), []
+    for task in dict.fromkeys(unit["task"] for unit in rows[0]["units"]):
+        found = [[unit["found"] for unit in row["units"] if unit["task"] == task] for row in rows]
+        cells.append([f"`{task}`", *(f"{100 * sum(x) / len(x):.0f}" for x in found)])
+    return markdown(["task", *(row["label"] for row in rows)], cells)
+
+
+def recipes(name: str) -> str:
+    """What `kvcli tune` found at the loss of a method: bits of codes of keys and values, of the whole cache, and KL."""
+    cells = []
+    for row in records(name):
+        found, own = row["found"]["rows"], row["target"]
+        best = next(x for x in found if x["label"] == row["found"]["best"])
+        for of, x in ((f"**{row['goal']}**", own), (row["found"]["best"], best)):
+            if [of, *_recipe(x)] not in cells:
+                cells.append([of, *_recipe(x)])
+    return markdown(["method", "bits K / V", "bits, all of 32K tokens", "KL", "95 % interval"], cells)
+
+
+def _recipe(x: dict[str, Any]) -> list[str]:
+    bits = f"{x['key_bits']:.2f} / {x['value_bits']:.2f}"
+    interval = "" if x["kl_low"] is None else f"{x['kl_low']:.4f}-{x['kl_high']:.4f}"
+    return [bits, f"{x['effective_bits']:.2f}", f"{x['kl_mean']:.4f}", interval]
+
+
 SUITES = (
     *("attention-h100", "generate-h100", "compiled-h100", "startup-h100", "chunks-h100", "serve-h100"),
-    *("quality-smollm2-135m", "quality-qwen2.5-coder-1.5b-essays", "generated-qwen2.5-coder-1.5b"),
+    *("quality-smollm2-135m", "quality-qwen2.5-coder-1.5b-essays"),
 )
+MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
 
 TABLES: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(SUITES, measured),
+    **{f"generated-{model}": measured for model in MODELS},
+    **{f"{suite}-{model}": answered for suite in ("ruler", "tools", "code") for model in MODELS},
+    **{f"ruler-{model}-tasks": by_task for model in MODELS},
+    **{f"tune-{model}": recipes for model in MODELS},
     "positions-qwen2.5-coder-1.5b": by_position,
     "pages-h100": pages,
     "shared-memory": shared_memory,
