@@ -22,7 +22,7 @@ import torch
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import make_codecs
 from kvcli.cache.compressed import MemoryReport
-from kvcli.errors import QualityGateError
+from kvcli.errors import QualityGateError, UsageError
 from kvcli.eval.intervals import estimate, paired_difference
 from kvcli.eval.kl import scored
 from kvcli.eval.suite import Case
@@ -240,12 +240,15 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[T
 
     Raises:
         QualityGateError: nothing reaches the goal.
+        UsageError: a text so short that bits make no difference.
     """
     goal, layers = judge.goal, judge.loaded.spec.num_layers
     trials, order = [judge.trial(case) for case in fitted], list[tuple[float, int]]()
     for base in bases:
         low, high = (judge.trial(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
         first, last = (math.log(max(x.loss, 1e-30)) for x in (low, high))
+        if first == last:
+            raise UsageError(f"all bits of {base.method} lose the same: few codes are read, so take a longer --seq-len")
         slope = (last - first) / (high.memory.cache_bytes - low.memory.cache_bytes)
         by_loss = first + slope * (goal.max_bytes - low.memory.cache_bytes)
         by_bytes = low.memory.cache_bytes + (math.log(goal.max_kld) - first) / slope

@@ -140,6 +140,7 @@ def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedMode
     assert "multiple of group_size" in refused("tune", "--max-kld", "1", "--method", "kivi", "--residual-length", "9")
     assert "the model alone needs" in refused("tune", "--memory", "100MiB", *TINY, *KIVI)
     assert "nothing reaches the goal" in refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
+    assert "take a longer --seq-len" in refused("tune", *TINY, *KIVI, "--max-bits", "4", "--seq-len", "12")
 
 
 def test_an_artifact_can_be_the_best(command_model: LoadedModel, tmp_path: Path) -> None:
