@@ -110,7 +110,7 @@ BUDGET = {
     ".": 4246,  # tables as Markdown
     "artifact": 400,
     "attention": 2535,  # codecs of a model that is not loaded by transformers
-    "bench": 3277,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
+    "bench": 3278,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 4454,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune

@@ -58,6 +58,7 @@ def run(options: ServeOptions, output: Output) -> None:
         import uvicorn
 
         from kvcli.serve.app import Server
+        from kvcli.serve.engine import Engine
     except ImportError as error:
         raise UsageError("kvcli serve needs packages that are not installed: pip install 'kvcli[serve]'") from error
 
@@ -73,10 +74,9 @@ def run(options: ServeOptions, output: Output) -> None:
     with chosen.attach(loaded, options.impl, output) as session:
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)
-        server = Server(
+        engine = Engine(
             loaded,
             session,
-            options.model,
             store=store,
             store_bytes=store_bytes,
             hot_bytes=hot_bytes or 0,
@@ -84,9 +84,8 @@ def run(options: ServeOptions, output: Output) -> None:
             max_waiting=options.max_waiting,
             max_batch=options.max_batch,
             say=say,
-            keys=keys,
-            per_key=options.store_per_key,
         )
+        server = Server(loaded, engine, options.model, keys=keys, per_key=options.store_per_key)
         if loaded.spec.other_layers:
             output.warn(
                 f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
@@ -108,7 +107,7 @@ def run(options: ServeOptions, output: Output) -> None:
                 uvicorn.Server(config).run(sockets=[listening])
             stop_reason()  # which is no error
         finally:
-            server.engine.close()
+            engine.close()
     output.say("ended")
     output.result({"model": options.model, "method": method, "store": None if store is None else str(store.folder)})
 

@@ -22,18 +22,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvcli.attention.generation import stop_tokens
-from kvcli.attention.session import Session
-from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models import LoadedModel
-from kvcli.progress import Say, say_nothing
 from kvcli.prompts import chat_text, ids_of_text, prompt_ids
-from kvcli.registry import method_name
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job
-from kvcli.serve.metrics import Metrics
-from kvcli.serve.prefixes import Prefixes
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 
 _BODY_BYTES_PER_TOKEN = 64
@@ -45,47 +39,24 @@ T = TypeVar("T")
 
 
 class Server:
-    """A server of a session, whose engine runs until it is closed.
+    """A server of a model.
 
     Args:
+        engine: makes tokens.
         name: of the model, as clients see it.
-        max_model_len: tokens of a prompt and its answer; None: as many as the model has positions.
         keys: of which a request needs one; none: it needs none.
         per_key: whether a request uses contexts of its own key alone.
-        store, store_bytes, hot_bytes, say: see `Prefixes`.
-        max_waiting, max_batch: see `Engine`.
 
     Attributes:
         headers: of every answer.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        session: Session,
-        name: str,
-        *,
-        store: ContextStore | None,
-        store_bytes: int | None = None,
-        hot_bytes: int = 2**31,
-        max_model_len: int | None = None,
-        max_waiting: int = 64,
-        max_batch: int = 8,
-        keys: Sequence[str] = (),
-        per_key: bool = False,
-        say: Say = say_nothing,
+        self, loaded: LoadedModel, engine: Engine, name: str, *, keys: Sequence[str] = (), per_key: bool = False
     ) -> None:
-        self.loaded, self.name, self._keys, self._per_key = loaded, name, keys, per_key
-        self.max_model_len = max_model_len or loaded.spec.max_position_embeddings
-        self.metrics = Metrics()
-        prefixes = Prefixes(session, loaded.tokenizer, store, store_bytes, hot_bytes, say, self.metrics.count_stored)
-        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_length": self.max_model_len}
-        self.engine = Engine(session, prefixes, self.metrics, **sizes, say=say)
-        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
-        self.metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
-        self.metrics.store_bytes.set_function(prefixes.store_bytes)
-        method = method_name(session.method.name, dict(session.config))
-        self.headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
+        self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, name, keys, per_key
+        self.max_model_len, self.metrics = engine.max_length, engine.metrics
+        self.headers = {"x-kvcli-method": engine.method, "x-kvcli-bits": f"{engine.bits:.2f}"}
         self._tokenize = ThreadPoolExecutor(1, "kvcli-tokenize")
 
     def app(self) -> Starlette:

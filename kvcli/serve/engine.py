@@ -16,8 +16,11 @@ from torch import Tensor
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.snapshot import Snapshot, join
+from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, error_text
-from kvcli.progress import Say
+from kvcli.models import LoadedModel
+from kvcli.progress import Say, say_nothing
+from kvcli.registry import method_name
 from kvcli.serve.answers import Answer
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.prefixes import Prefix, Prefixes
@@ -65,25 +68,41 @@ class Engine:
     """Makes tokens for a session, from the first `submit` to `close`.
 
     Args:
+        store, store_bytes, hot_bytes: see `Prefixes`.
+        max_model_len: tokens of a prompt and its answer; None: as many as the model has positions.
         max_waiting: requests that may wait.
         max_batch: requests that are decoded together.
-        max_length: tokens of a prompt and its answer, for which the model has positions.
         say: gets a line about a request that failed.
+
+    Attributes:
+        max_length: tokens of a prompt and its answer.
+        method: with its bits.
+        bits: per value of what is encoded.
     """
 
     def __init__(
         self,
+        loaded: LoadedModel,
         session: Session,
-        prefixes: Prefixes,
-        metrics: Metrics,
         *,
-        max_waiting: int,
-        max_batch: int,
-        max_length: int,
-        say: Say,
+        store: ContextStore | None,
+        store_bytes: int | None = None,
+        hot_bytes: int = 2**31,
+        max_model_len: int | None = None,
+        max_waiting: int = 64,
+        max_batch: int = 8,
+        say: Say = say_nothing,
     ) -> None:
-        self._session, self.prefixes, self._metrics = session, prefixes, metrics
-        self._max_waiting, self._max_batch, self._max_length, self._say = max_waiting, max_batch, max_length, say
+        self.metrics = Metrics()
+        self.prefixes = Prefixes(
+            session, loaded.tokenizer, store, store_bytes, hot_bytes, say, self.metrics.count_stored
+        )
+        self.metrics.waiting.set_function(lambda: self.num_waiting)
+        self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
+        self.metrics.store_bytes.set_function(self.prefixes.store_bytes)
+        self.max_length = max_model_len or loaded.spec.max_position_embeddings
+        self.method, self.bits = method_name(session.method.name, dict(session.config)), self.prefixes.true_bits()
+        self._session, self._max_waiting, self._max_batch, self._say = session, max_waiting, max_batch, say
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -150,7 +169,7 @@ class Engine:
         length = max(job.ids.shape[1] for job in jobs) + max(job.sampling.max_new_tokens for job in jobs)
         (one, *others) = {replace(job.sampling, max_new_tokens=1) for job in jobs}
         alike = one.temperature == 0 and not others
-        return alike and length <= self._max_length and self.prefixes.reusable
+        return alike and length <= self.max_length and self.prefixes.reusable
 
     @contextmanager
     def _telling(self, jobs: list[Job]) -> Iterator[None]:
@@ -171,11 +190,11 @@ class Engine:
         started = time.monotonic()
         prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
         job.cached = prefix.reused
-        self._metrics.prefixes.labels(prefix.source).inc()
-        self._metrics.load.observe(prefix.load_s)
-        self._metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
-        self._metrics.tokens.labels("prompt").inc(job.ids.shape[1])
-        self._metrics.tokens.labels("cached").inc(prefix.reused)
+        self.metrics.prefixes.labels(prefix.source).inc()
+        self.metrics.load.observe(prefix.load_s)
+        self.metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
+        self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
+        self.metrics.tokens.labels("cached").inc(prefix.reused)
         ids = job.ids.to(self._session.model.device)
         if alone:
             return job, prefix, ids, None
@@ -206,11 +225,11 @@ class Engine:
             nonlocal begun
             if not begun:
                 for job in jobs:
-                    self._metrics.first.observe(time.monotonic() - job.since)
+                    self.metrics.first.observe(time.monotonic() - job.since)
             for job, row in zip(jobs, tokens.tolist(), strict=True):
                 if job in unended and (job.cancelled.is_set() or job.answer.feed(row)):
                     unended.remove(job)
-                    self._metrics.tokens.labels("generated").inc(job.answer.num_tokens)
+                    self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
                     job.done(Cancelled() if job.cancelled.is_set() else None)
             if not unended:
                 raise Cancelled

@@ -159,18 +159,18 @@ def serving(
         sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
-            opened = Server(loaded, session, "tiny", store=kept, **sizes, say=print, keys=keys, per_key=per_key)
-        app, engine = opened.app(), opened.engine
+            engine = Engine(loaded, session, store=kept, **sizes, say=print)
+        opened = Server(loaded, engine, "tiny", keys=keys, per_key=per_key)
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, server_header=False)
+        config = uvicorn.Config(opened.app(), log_level="critical", timeout_graceful_shutdown=1, server_header=False)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
             until(lambda: server.started)
-            yield Served(loaded, session, engine, engine.prefixes, opened.metrics, listening.getsockname()[1])
+            yield Served(loaded, session, engine, engine.prefixes, engine.metrics, listening.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join()
