@@ -62,7 +62,7 @@ def imports(path: Path, *, types: bool) -> set[str]:
 
 
 def test_rooms_import_only_to_the_left(repo_root: Path) -> None:
-    """Integrations are imported by nothing else, and no room is of odds and ends."""
+    """Integrations are imported by nothing else but `kvcli serve --continuous`, and no room is of odds and ends."""
     order = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
     package = repo_root / "kvcli"
     for path in sorted(package.rglob("*.py")):
@@ -71,7 +71,7 @@ def test_rooms_import_only_to_the_left(repo_root: Path) -> None:
         assert room in order, f"{room} has no place in ROOMS"
         for other in {name.split(".")[1] for name in imports(path, types=False)} - {room}:
             assert order[other] < order[room], f"{name} imports {other}, which is to its right"
-            assert other != "integrations", name
+            assert other != "integrations" or name == Path("kvcli/cli/serve.py"), name
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -109,19 +109,19 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 BUDGET = {
     ".": 4246,  # tables as Markdown
     "artifact": 400,
-    "attention": 2535,  # codecs of a model that is not loaded by transformers
+    "attention": 2540,  # codecs of a model that is not loaded by transformers
     "bench": 3278,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 4454,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
+    "cli": 4492,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 3066,  # rows without gradients, options that differ by name
-    "integrations": 2395,  # the backend of vLLM; pages that both engines share
+    "integrations": 2397,  # the backend of vLLM; pages that both engines share
     "kernels": 953,  # where tiles of tokens lie in pages
     "methods": 10253,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 938,  # tables, of which docs had a third; charts; what files hold; records of others
-    "serve": 1242,  # a server of the OpenAI API
+    "serve": 1466,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
     "storage": 640,
 }

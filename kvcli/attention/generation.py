@@ -70,10 +70,15 @@ def sampling_of(sampling: SamplingConfig | None, keywords: Mapping[str, Any]) ->
 
 
 class NextToken:
-    """Chooses tokens, and keeps which ones a row has seen, those of prompts int64 [batch, time] first."""
+    """Chooses tokens, and keeps which ones a row has seen, those of prompts int64 [batch, time] first.
 
-    def __init__(self, sampling: SamplingConfig, ids: Tensor, vocab_size: int) -> None:
-        self.sampling = sampling
+    `generator` makes the random numbers, on the device of the logits; None: torch's default one.
+    """
+
+    def __init__(
+        self, sampling: SamplingConfig, ids: Tensor, vocab_size: int, generator: torch.Generator | None = None
+    ) -> None:
+        self.sampling, self._generator = sampling, generator
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
@@ -99,7 +104,7 @@ class NextToken:
         if self.sampling.temperature > 0:
             # the largest of p / e with exponential e is a sample of p, and nothing is read back as by multinomial
             weights = logits.softmax(-1)
-            logits = weights / torch.empty_like(weights).exponential_()
+            logits = weights / torch.empty_like(weights).exponential_(generator=self._generator)
         token = logits.argmax(-1, keepdim=True)
         if self._seen is not None:
             self._seen.scatter_(1, token, True)

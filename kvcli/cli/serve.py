@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.inputs import MAX_BYTES_HELP
 from kvcli.cli.output import Output
-from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.cli.session_options import SessionOptions, choose_method, say_notes
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import UsageError
 from kvcli.paths import model_folder
+from kvcli.progress import Say
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.serve import LOOPBACK
-from kvcli.sizes import parse_size
+from kvcli.sizes import parse_size, size
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
+    from kvcli.models import LoadedModel
+    from kvcli.serve.continuous import ContinuousEngine
+    from kvcli.serve.engine import Engine
 
 
 class ServeOptions(SessionOptions):
     """Options of `kvcli serve`."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; others than this machine's need a key")
+    continuous: bool = Field(
+        default=False,
+        description="run requests in the same passes, with transformers' continuous batching; nothing is stored",
+    )
     port: int = Field(default=8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
     api_key_file: Path | None = Field(default=None, description="file of keys, one per line; requests need one of them")
     store: Path | None = Field(default=None, description="folder of contexts; default: runs/MODEL/served")
     no_store: bool = Field(default=False, description="keep contexts in memory only")
     store_limit: str = Field(default="50GiB", description=MAX_BYTES_HELP)
     store_per_key: bool = Field(default=False, description="requests use contexts of their own key alone")
-    hot_memory: str = Field(default="2GiB", description="memory of contexts that are kept beside the store")
+    hot_memory: str = Field(default="2GiB", description="memory of contexts, beside the store")
     max_model_len: int | None = Field(
         default=None, ge=2, description="tokens of a prompt and its answer; default: what the model was trained on"
     )
     max_waiting: int = Field(default=64, ge=1, description="requests that may wait; others get status 429")
-    max_batch: int = Field(default=8, ge=1, description="waiting requests that are decoded together at most")
+    max_batch: int = Field(default=8, ge=1, description="requests that are decoded together at most")
     grace: int = Field(default=30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
 
 
@@ -54,11 +63,12 @@ def run(options: ServeOptions, output: Output) -> None:
         raise UsageError(f"{options.host} can be reached by others: --api-key-file is needed")
     if options.store_per_key and not keys:
         raise UsageError("--store-per-key needs --api-key-file")
+    if options.continuous and (named := sorted({"store", "store_limit", "store_per_key"} & options.model_fields_set)):
+        raise UsageError(f"--continuous shares contexts in memory and stores none; omit --{named[0].replace('_', '-')}")
     try:
         import uvicorn
 
         from kvcli.serve.app import Server
-        from kvcli.serve.engine import Engine
     except ImportError as error:
         raise UsageError("kvcli serve needs packages that are not installed: pip install 'kvcli[serve]'") from error
 
@@ -66,31 +76,12 @@ def run(options: ServeOptions, output: Output) -> None:
         with suppress(OSError, SystemExit):  # rich's, when nobody reads standard error any more: answers go on
             output.warn(line)
 
-    store_bytes, hot_bytes = parse_size(options.store_limit), parse_size(options.hot_memory)
-    store, listening = _store(options), _bind(options)
-    chosen = choose_method(options, output)
-    loaded = options.load(output)
-    sys.setswitchinterval(0.001)  # the thread that makes tokens leaves the others waiting for so long each time
-    with chosen.attach(loaded, options.impl, output) as session:
-        if options.max_batch > 1:
-            session.warmup(options.max_batch, output.progress)
-        engine = Engine(
-            loaded,
-            session,
-            store=store,
-            store_bytes=store_bytes,
-            hot_bytes=hot_bytes or 0,
-            max_model_len=options.max_model_len,
-            max_waiting=options.max_waiting,
-            max_batch=options.max_batch,
-            say=say,
-        )
+    if options.continuous:  # other versions of transformers are refused before the model is loaded
+        import kvcli.integrations.continuous_batching  # noqa: F401
+    kept: dict[str, Any] = {"store_bytes": parse_size(options.store_limit), "hot_bytes": parse_size(options.hot_memory)}
+    store = kept["store"] = _store(options)
+    with _bind(options) as listening, _engine(options, kept, output, say) as (loaded, engine, contexts):
         server = Server(loaded, engine, options.model, keys=keys, per_key=options.store_per_key)
-        if loaded.spec.other_layers:
-            output.warn(
-                f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
-                "transformers' own cache, which cannot be cut or stored"
-            )
         config = uvicorn.Config(
             server.app(),
             log_level="info" if output.verbose else "error",
@@ -98,18 +89,56 @@ def run(options: ServeOptions, output: Output) -> None:
             server_header=False,
         )
         host, port = listening.getsockname()[:2]
-        where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
         method, bits = server.headers.values()
-        output.say(f"{options.model} with {method}, {bits} bits per value; contexts {where}, {options.hot_memory} hot")
+        output.say(f"{options.model} with {method}, {bits} bits per value; {contexts}")
         output.say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
-        try:
-            with suppress(KeyboardInterrupt):  # the signal that ended it, which uvicorn raises again
-                uvicorn.Server(config).run(sockets=[listening])
-            stop_reason()  # which is no error
-        finally:
-            engine.close()
+        with suppress(KeyboardInterrupt):  # the signal that ended it, which uvicorn raises again
+            uvicorn.Server(config).run(sockets=[listening])
+        stop_reason()  # which is no error
     output.say("ended")
     output.result({"model": options.model, "method": method, "store": None if store is None else str(store.folder)})
+
+
+@contextmanager
+def _engine(
+    options: ServeOptions, kept: dict[str, Any], output: Output, say: Say
+) -> Iterator[tuple[LoadedModel, Engine | ContinuousEngine, str]]:
+    """The model, what makes tokens inside the block, and a word on where contexts are."""
+    chosen = choose_method(options, output)
+    loaded = options.load(output)
+    sys.setswitchinterval(0.001)  # the thread that makes tokens leaves the others waiting for so long each time
+    sizes = {name: getattr(options, name) for name in ("max_model_len", "max_waiting", "max_batch")}
+    if options.continuous:
+        from kvcli.integrations.continuous_batching import enable
+        from kvcli.serve.continuous import ContinuousEngine
+
+        chosen.fit_missing(loaded, output)
+        with enable(loaded, chosen.name, artifact=chosen.artifact, impl=options.impl, **chosen.settings):
+            batching = ContinuousEngine(loaded, hot_bytes=kept["hot_bytes"], **sizes, say=say)
+            say_notes(batching.session, output)
+            held = f"{batching.num_tokens} tokens of contexts in {size(batching.nbytes)} of memory"
+            try:
+                yield loaded, batching, f"{held}, {batching.max_length} of a request"
+            finally:
+                batching.close()
+        return
+    from kvcli.serve.engine import Engine
+
+    with chosen.attach(loaded, options.impl, output) as session:
+        if options.max_batch > 1:
+            session.warmup(options.max_batch, output.progress)
+        engine = Engine(loaded, session, **kept, **sizes, say=say)
+        if loaded.spec.other_layers:
+            output.warn(
+                f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
+                "transformers' own cache, which cannot be cut or stored"
+            )
+        store = kept["store"]
+        where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
+        try:
+            yield loaded, engine, f"contexts {where}, {options.hot_memory} hot"
+        finally:
+            engine.close()
 
 
 def _keys(file: Path | None) -> list[str]:
@@ -140,7 +169,7 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 def _store(options: ServeOptions) -> ContextStore | None:
     """The store, which can be written to; ContextError or OSError: it cannot."""
-    if options.no_store:
+    if options.no_store or options.continuous:
         return None
     from kvcli.contexts import ContextStore
 

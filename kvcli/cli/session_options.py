@@ -201,19 +201,29 @@ class ChosenMethod:
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method, says what its attention runs on, if that is not its kernels, and compiles those."""
-        from kvcli.artifact import Artifact
         from kvcli.attention.attach import attach
+
+        self.fit_missing(loaded, output)
+        session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
+        say_notes(session, output)
+        session.warmup(progress=output.progress)
+        return session
+
+    def fit_missing(self, loaded: LoadedModel, output: Output) -> None:
+        """Finds or makes the artifact, with `fit`."""
+        from kvcli.artifact import Artifact
 
         if self.fit:
             self.folder = fitted(self.name, loaded, output)
             self.artifact = Artifact.load(self.folder)
-        session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
-        for note in session.notes:
-            output.say(note)
-        if session.backend.note is not None:
-            output.say(f"{session.backend.impl} backend: {session.backend.note}")
-        session.warmup(progress=output.progress)
-        return session
+
+
+def say_notes(session: Session, output: Output) -> None:
+    """Says what is unusual in how a session attends, and why not by kernels."""
+    for note in session.notes:
+        output.say(note)
+    if session.backend.note is not None:
+        output.say(f"{session.backend.impl} backend: {session.backend.note}")
 
 
 def choose_method(options: SessionOptions, output: Output, context: Context | None = None) -> ChosenMethod:

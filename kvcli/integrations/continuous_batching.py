@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
+from kvcli.artifact import Artifact
 from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
@@ -67,7 +68,8 @@ class CodesAllocator(FullAttentionCacheAllocator):
     supports_block_table = False  # kernels of transformers read pages of numbers, not of codes
 
     def __init__(self, *, session: Session, residual_length: int, rope: Rope, **stock: Any) -> None:
-        spec, codecs = session.spec, {session.spec.in_model(index): codec for index, codec in enumerate(session.codecs)}
+        self.session, spec = session, session.spec
+        codecs = {spec.in_model(index): codec for index, codec in enumerate(session.codecs)}
         # a model of other heads per process would need codecs of its share
         if stock["num_key_value_heads"] != spec.num_kv_heads:
             raise UnsupportedModelError("codes of a model whose heads are divided among processes are not supported")
@@ -262,7 +264,7 @@ def attend_paged(
 
 @contextmanager
 def enable(
-    model: nn.Module | LoadedModel, method: str, *, artifact: str | Path | None = None, **settings: Any
+    model: nn.Module | LoadedModel, method: str, *, artifact: str | Path | Artifact | None = None, **settings: Any
 ) -> Iterator[nn.Module]:
     """Lets continuous batching of a model store codes inside the block, in layers with full attention.
 

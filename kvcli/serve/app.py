@@ -12,7 +12,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -29,6 +29,9 @@ from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
+
+if TYPE_CHECKING:
+    from kvcli.serve.continuous import ContinuousEngine
 
 _BODY_BYTES_PER_TOKEN = 64
 """Bytes of a body per token that a prompt may have: no text of so many tokens is larger, escaped as JSON."""
@@ -52,7 +55,13 @@ class Server:
     """
 
     def __init__(
-        self, loaded: LoadedModel, engine: Engine, name: str, *, keys: Sequence[str] = (), per_key: bool = False
+        self,
+        loaded: LoadedModel,
+        engine: Engine | ContinuousEngine,
+        name: str,
+        *,
+        keys: Sequence[str] = (),
+        per_key: bool = False,
     ) -> None:
         self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, name, keys, per_key
         self.max_model_len, self.metrics = engine.max_length, engine.metrics

@@ -40,7 +40,7 @@ class Job:
         owner: whose contexts it may use; empty: anybody's.
         store: whether its context may be kept.
         done: called in the engine's thread when the answer has ended, with an error if it failed.
-        cached: tokens of the prompt that were not read again.
+        cached: tokens of the prompt that were not read again; None: it is not known.
     """
 
     ids: Tensor
@@ -50,7 +50,7 @@ class Job:
     owner: str
     store: bool
     done: Callable[[Exception | None], None]
-    cached: int = 0
+    cached: int | None = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     since: float = field(default_factory=time.monotonic)
 

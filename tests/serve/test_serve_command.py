@@ -92,10 +92,15 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
     assert "..name" in refused(*serve, "--port", "0", "--host", "..name", "--api-key-file", str(key))
     for options in (("--store-limit", "much"), ("--hot-memory", "-1"), ("--max-model-len", "1"), ("--port", "65536")):
         refused(*serve, *options)
+    for name, value in (("--store", [str(tmp_path / "store")]), ("--store-limit", ["1GiB"])):
+        assert f"stores none; omit {name}" in refused(*serve, "--continuous", name, *value)
+    assert "omit --store-per-key" in refused(*serve, "--continuous", "--store-per-key", "--api-key-file", str(key))
+    assert "codes of method 'qjl' depend on" in refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
 
 
-def test_a_signal_lets_an_answer_end(start: Callable[..., Any], folder: Path) -> None:
-    process, client = start("--no-store")
+@pytest.mark.parametrize("option", ["--no-store", "--continuous"])
+def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], folder: Path) -> None:
+    process, client = start(option)
     stream = complete(client, folder, "Go on", max_tokens=300, stream=True, stream_options={"include_usage": True})
     next(stream)
     process.terminate()
@@ -105,8 +110,9 @@ def test_a_signal_lets_an_answer_end(start: Callable[..., Any], folder: Path) ->
     assert "ended" in process.stderr.read()
 
 
-def test_ctrl_c_ends_answers_that_take_too_long(start: Callable[..., Any], folder: Path) -> None:
-    process, client = start("--no-store", "--grace", "0")
+@pytest.mark.parametrize("option", ["--no-store", "--continuous"])
+def test_ctrl_c_ends_answers_that_take_too_long(option: str, start: Callable[..., Any], folder: Path) -> None:
+    process, client = start(option, "--grace", "0")
     body = {"prompt": "Go on", "max_tokens": 4000, "stream": True}
     with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=60) as connection:
         connection.sendall(request("/v1/completions", body))

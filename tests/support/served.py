@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
+from kvcli.integrations.continuous_batching import enable
 from kvcli.prompts import chat_ids
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
+from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.engine import Engine
-from kvcli.serve.metrics import Metrics
 from kvcli.serve.prefixes import Prefixes
 
 LONG = 3000
@@ -47,10 +48,13 @@ class Served:
 
     loaded: Any
     session: Any
-    engine: Engine
-    prefixes: Prefixes
-    metrics: Metrics
+    engine: Any
     port: int
+
+    @property
+    def prefixes(self) -> Prefixes:
+        found: Prefixes = self.engine.prefixes
+        return found
 
     def client(self, key: str = "none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
@@ -82,7 +86,7 @@ class Served:
 
     def counted(self, name: str, **labels: str) -> float:
         """A counter of `/metrics`."""
-        families = text_string_to_metric_families(self.metrics.text().decode())
+        families = text_string_to_metric_families(self.engine.metrics.text().decode())
         samples = [x for family in families for x in family.samples]
         return sum(x.value for x in samples if x.name == name and labels.items() <= x.labels.items())
 
@@ -137,6 +141,14 @@ def answered(connection: socket.socket) -> Answered:
     return Answered(int(first.split()[1]), headers, body)
 
 
+def tiny(model: Any = None, template: str = CHAT) -> Any:
+    """A model whose tokens are bytes, with a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    model = make_model("llama", vocab_size=259, max_position_embeddings=4096) if model is None else model
+    return replace(load(model), tokenizer=tokenizer)
+
+
 @contextmanager
 def serving(
     store: Path | None = None,
@@ -150,31 +162,44 @@ def serving(
     model: Any = None,
 ) -> Iterator[Served]:
     """A server with boundaries every 16 tokens and buffers of sockets that hold little."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    model = make_model("llama", vocab_size=259, max_position_embeddings=4096) if model is None else model
-    loaded = replace(load(model), tokenizer=tokenizer)
+    loaded = tiny(model, template)
     with kvcli.attach(loaded, method, residual_length=8, sink_length=2, group_size=8) as session:
         kept = None if store is None else ContextStore(store)
         sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
             engine = Engine(loaded, session, store=kept, **sizes, say=print)
-        opened = Server(loaded, engine, "tiny", keys=keys, per_key=per_key)
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(opened.app(), log_level="critical", timeout_graceful_shutdown=1, server_header=False)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            until(lambda: server.started)
-            yield Served(loaded, session, engine, engine.prefixes, engine.metrics, listening.getsockname()[1])
-        finally:
-            server.should_exit = True
-            thread.join()
-            engine.close()
+        with listening(Server(loaded, engine, "tiny", keys=keys, per_key=per_key)) as port:
+            yield Served(loaded, session, engine, port)
+
+
+@contextmanager
+def serving_together(method: str = "rtn-2", model: Any = None, **options: Any) -> Iterator[Served]:
+    """A server whose requests run in the same passes."""
+    loaded = tiny(model)
+    with enable(loaded, method):
+        engine = ContinuousEngine(loaded, **options, say=print)
+        with listening(Server(loaded, engine, "tiny")) as port:
+            yield Served(loaded, engine.session, engine, port)
+
+
+@contextmanager
+def listening(opened: Server) -> Iterator[int]:
+    """The port of a server in a thread, whose engine is closed at the end."""
+    accepting = socket.socket()
+    accepting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    accepting.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(opened.app(), log_level="critical", timeout_graceful_shutdown=1, server_header=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([accepting],))
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield accepting.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        opened.engine.close()
 
 
 @contextmanager
