@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -23,7 +24,8 @@ def response_parser(tokenizer: Any, model: Any, start: str, tools: Any) -> Any:
     except ImportError:  # before transformers 5.20
         return None
     ids = tokenizer(start.rstrip(), add_special_tokens=False)["input_ids"]
-    return build_response_parser(tokenizer, model, ids, tools=tools)
+    types = {"tools": tools} if "tools" in signature(build_response_parser).parameters else {}  # 5.23 and newer
+    return build_response_parser(tokenizer, model, ids, **types)
 
 
 @dataclass

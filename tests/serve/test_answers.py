@@ -13,6 +13,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from transformers.cli.serving import utils
 
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 
@@ -238,6 +239,17 @@ def test_transformers_without_a_parser_gives_plain_text(monkeypatch: pytest.Monk
 def test_models_that_transformers_does_not_know_have_no_parser() -> None:
     model = SimpleNamespace(config=SimpleNamespace(model_type="x"))
     assert response_parser(TOKENIZER, model, "Hi", None) is None
+
+
+def test_parsers_of_transformers_that_take_no_tools_are_called_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 5.18 to 5.22, with which every conversation failed."""
+    build = utils.build_response_parser
+
+    def without_tools(processor: Any, model: Any, input_ids: Any) -> Any:
+        return build(processor, model, input_ids)
+
+    monkeypatch.setattr(utils, "build_response_parser", without_tools)
+    assert response_parser(TOKENIZER, QWEN, "<think>", [{"type": "function"}]) is not None
 
 
 @pytest.mark.parametrize(
