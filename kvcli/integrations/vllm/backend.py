@@ -307,6 +307,6 @@ class CodesAttention(AttentionImpl[Tokens]):
             return output.fill_(0)
         page, pages = self._page(kv_cache.shape[2]), kv_cache.view(len(kv_cache), -1)
         self._attend(page, pages, attn_metadata.batch, query, key, value, output)
-        if self._last is not None and not attn_metadata.is_decode:
+        if self._last is not None and (query.is_cpu or not attn_metadata.is_decode):
             self._last.check()
         return output
