@@ -11,7 +11,6 @@ from kvcli.errors import CacheError
 
 RESIDUAL_LENGTH = 32
 """Recent tokens of each request that are exact by default: fewer than in a session, as an engine has many requests."""
-_LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class Windows:
             earlier: page of each one's last earlier token, below 0 if there is none, int64 [requests].
             last: page of its last new token, below 0 if it is not stored, int64 [requests].
             past, new: how many earlier and new tokens there are, int64 [requests].
-            begun: pages that are written from their first token on, int64 [any].
+            begun: pages that are written from their first token on, and any number below 0, int64 [any].
         """
         page, first, length, used = self._state
         stored = last >= 0
         # what another request had there is gone
-        page.masked_fill_((page.unsqueeze(1) == begun.where(begun >= 0, -2)).any(1), -1)
+        page.masked_fill_((page.unsqueeze(1) == begun).any(1), -1)
         known = (page == earlier.unsqueeze(1)) & (length == past.unsqueeze(1)) & ((earlier >= 0) & stored).unsqueeze(1)
         found, source = known.any(1), known.byte().argmax(1)
         same = (source == source.unsqueeze(1)) & found & found.unsqueeze(1)
@@ -85,12 +84,10 @@ class Windows:
         others = stored & ~mine
         self._passes += 1
         used[source.where(mine, 0)] = self._passes
-        used[:1].fill_(_LAST)
         free = used.argsort(stable=True)[(others.cumsum(0) - 1).clamp(0, self.count - 1)]
         slot = source.where(mine, free.where(others, 0))
         begin = first[source].where(found, past)
         self._state[:, slot] = torch.stack((last, begin, past + new, self._passes.expand_as(last)))
-        page[:1].fill_(-1)
         self._lost |= (stored & ~found & (past % self._group > 0)).any()
         closed = begin.maximum(past - self._residual) // self._group * self._group
         return Rings(slot, source.where(found, slot), closed)

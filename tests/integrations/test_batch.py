@@ -72,3 +72,62 @@ def test_a_pass_that_was_recorded_finds_what_one_made_anew_finds(group: int) -> 
     assert len({str(x) for x in seen}) == 40
     for windows in (recorded, anew):
         windows.check()
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
+    """Where all have one token, what is not stored goes to a page that nobody reads, and nothing else changes."""
+    table = torch.tensor([[1, 2], [3, 4], [5, 0], [6, 7]], dtype=torch.int32)
+    lengths, slots = torch.tensor([32, 48, 16, 33]), torch.tensor([PAGE + 31, 4 * PAGE + 15, -1, 7 * PAGE])
+    batches = []
+    for null_page in (None, 0):
+        windows = Windows(4, 16, group, CPU)
+        ones, pages = torch.ones(3, dtype=torch.int64), torch.tensor([1, 4, 6])
+        windows.advance(-ones, pages, 0 * ones, torch.tensor([31, 47, 32]), torch.tensor([1, 3, 4, 6]))
+        batches.append(
+            Batch.of(
+                [1] * 4, lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=group, sinks=2, windows=windows,
+                null_page=null_page,
+            )
+        )  # fmt: skip
+        windows.check()
+    left_out, captured = batches
+    assert captured.stored is None
+    assert left_out.stored is not None
+    assert left_out.stored.tolist() == [0, 1, 3]
+    assert captured.page.tolist() == [1, 4, 0, 7]
+    for name in ("page", "place"):
+        assert torch.equal(getattr(captured, name)[left_out.stored], getattr(left_out, name))
+    assert torch.equal(captured.recent, left_out.recent)
+    assert (captured.recent[0] >= 0).tolist() == [True, True, False, True]
+    (part,), (same,) = captured.parts, left_out.parts
+    assert torch.equal(part.closed, same.closed)
+    assert part.closed.tolist() == [x // group * group for x in (15, 31, 15, 16)]
+    if group > 1:
+        assert captured.groups is not None
+        assert left_out.groups is not None
+        assert captured.groups.page.tolist() == [1, 4, 0, 0]
+        assert left_out.groups.page.tolist() == [1, 4]
+        assert left_out.groups.place.tolist() == [1, 0]
+        assert torch.equal(captured.groups.token[: 2 * group], left_out.groups.token)
+
+
+def test_the_last_tokens_of_a_prompt_go_into_its_ring() -> None:
+    """As many as it has places, and the first ones among the sinks; of a short prompt all."""
+    windows = Windows(4, 7, 4, CPU)
+    table, slots = torch.tensor([[1, 2], [3, 0]]), torch.cat((torch.arange(45) + PAGE, torch.arange(6) + 3 * PAGE))
+    batch = Batch.of(
+        [45, 6], torch.tensor([45, 6]), table, slots, NoRope(8, CPU), page_size=PAGE, group=4, sinks=2,
+        windows=windows, has_codes=False,
+    )  # fmt: skip
+    ring = windows.ring
+    assert ring == 10
+    assert (batch.recent[0] >= 0).nonzero().squeeze(1).tolist() == [*range(35, 45), *range(45, 51)]
+    assert (batch.recent[0, 35:45] % ring).tolist() == [t % ring for t in range(35, 45)]
+    assert [x[x >= 0].tolist() for x in batch.sinks] == [[1, 1, 3, 3], [0, 1, 0, 1]]
+    assert (batch.sinks[0] >= 0).nonzero().squeeze(1).tolist() == [0, 1, 45, 46]
+    assert batch.groups is not None
+    assert batch.groups.page.tolist() == [1] * 8 + [2] * 3 + [3]
+    assert batch.groups.place.tolist() == [*range(8), 0, 1, 2, 0]
+    assert batch.groups.token[:4].tolist() == [2, 2, 2, 3]  # sinks do not widen the scale of their group
+    assert batch.groups.is_new.all()

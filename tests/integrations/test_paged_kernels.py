@@ -10,8 +10,7 @@ from parts import DEVICE
 from torch import Tensor
 
 from kvcli.integrations import paged_kernels, paged_reference
-from kvcli.integrations.batch import Batch, Part
-from kvcli.integrations.windows import Windows
+from kvcli.integrations.batch import Part
 from kvcli.methods.pages import PageTable
 from kvcli.rope import NoRope, TokenRotations
 
@@ -109,42 +108,3 @@ def test_rings_are_copied_as_in_the_reference() -> None:
             exact.copy_rings(mine, places)
         assert torch.equal(*found)
         assert torch.equal(found[0], rings[[5, 1, 2, 3, 2, 5]])
-
-
-@pytest.mark.parametrize("group", [1, 16])
-def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
-    """Where all have one token, what is not stored goes to a page that nobody reads, and nothing else changes."""
-    device, rope = torch.device("cpu"), NoRope(8, torch.device("cpu"))
-    table = torch.tensor([[1, 2], [3, 4], [5, 0], [6, 7]], dtype=torch.int32)
-    lengths, slots = torch.tensor([32, 48, 0, 33]), torch.tensor([PAGE + 31, 4 * PAGE + 15, -1, 7 * PAGE])
-    batches = []
-    for null_page in (None, 0):
-        windows = Windows(4, 16, group, device)
-        ones, pages = torch.ones(3, dtype=torch.int64), torch.tensor([1, 4, 6])
-        windows.advance(-ones, pages, 0 * ones, torch.tensor([31, 47, 32]), torch.tensor([1, 3, 4, 6]))
-        batches.append(
-            Batch.of(
-                [1] * 4, lengths, table, slots, rope, page_size=PAGE, group=group, sinks=2, windows=windows,
-                null_page=null_page,
-            )
-        )  # fmt: skip
-        windows.check()
-    left_out, captured = batches
-    assert captured.stored is None
-    assert left_out.stored is not None
-    assert left_out.stored.tolist() == [0, 1, 3]
-    assert captured.page.tolist() == [1, 4, 0, 7]
-    for name in ("page", "place"):
-        assert torch.equal(getattr(captured, name)[left_out.stored], getattr(left_out, name))
-    assert torch.equal(captured.recent, left_out.recent)
-    assert (captured.recent[0] >= 0).tolist() == [True, True, False, True]
-    (part,), (same,) = captured.parts, left_out.parts
-    assert torch.equal(part.closed, same.closed)
-    assert part.closed.tolist() == [x // group * group for x in (15, 31, 0, 16)]
-    if group > 1:
-        assert captured.groups is not None
-        assert left_out.groups is not None
-        assert captured.groups.page.tolist() == [1, 4, 0, 0]
-        assert left_out.groups.page.tolist() == [1, 4]
-        assert left_out.groups.place.tolist() == [1, 0]
-        assert torch.equal(captured.groups.token[: 2 * group], left_out.groups.token)

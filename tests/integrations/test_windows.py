@@ -55,6 +55,13 @@ def test_a_request_that_begins_with_cached_pages_has_no_recent_tokens() -> None:
     windows.check()
 
 
+def test_a_request_that_goes_back_has_no_recent_tokens() -> None:
+    """An engine may compute tokens a second time; what its ring holds is of later ones."""
+    windows = windows_of(4)
+    advance(windows, (-1, [1], 0, 14))
+    assert advance(windows, (1, [1], 12, 1))[0][2] == 12
+
+
 def test_what_a_page_held_before_is_not_taken_for_what_it_holds() -> None:
     """Page 3 is full, freed, and written by another request in the same pass as a third one reads it, or before."""
     for together in (True, False):
