@@ -1,4 +1,4 @@
-"""`kvcli diff`: in what two artifacts, recordings, contexts or files of records differ."""
+"""`kvcli diff`: in what two artifacts, recordings, contexts, recipes or files of records differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DiffOptions(Options):
 
 
 def run(options: DiffOptions, output: Output) -> None:
-    """Show in what two artifacts, recordings, contexts or files of records differ: settings, bits, errors, origin.
+    """Show in what two artifacts, recordings, contexts, recipes or files of records differ.
 
     Rows of records that were measured on the same text are compared unit by unit, with 95 % intervals.
     """

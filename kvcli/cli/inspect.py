@@ -1,4 +1,4 @@
-"""`kvcli inspect`: what an artifact, a recording, a stored context or a file of records holds."""
+"""`kvcli inspect`: what an artifact, a recording, a stored context, a recipe or a file of records holds."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class InspectOptions(Options):
     """Options of `kvcli inspect`."""
 
     path: Path | None = Field(
-        default=None, description="artifact or recording, file of a context or STORE/NAME, or file of records"
+        default=None, description="artifact, recording, recipe, file of a context or STORE/NAME, or file of records"
     )
 
 
 def run(options: InspectOptions, output: Output) -> None:
-    """Show what is in an artifact, a recording, a stored context or a file of records: bits, bytes, errors, origin.
+    """Show what is in an artifact, a recording, a context, a recipe or a file of records: bits, errors, origin.
 
     Bits count every scale and norm. An artifact is verified, of a context the record alone is read.
     """
     if options.path is None:
-        raise UsageError("name an artifact, a recording, a context or a file of records")
+        raise UsageError("name an artifact, a recording, a context, a recipe or a file of records")
     from kvcli.report.facts import describe
 
     facts = describe(options.path)
@@ -48,16 +48,18 @@ def shown(facts: Mapping[str, Any]) -> list[str | DataTable]:
 
     parts: list[str | DataTable] = [f"{facts['path']}: {facts['kind']}"]
     rows: list[list[str]] = []
+    settings = facts.get("settings") or {}
+    bits = {x: settings[x] for x in ("k_bits", "v_bits") if isinstance(settings.get(x), list)}
     for name, value in facts.items():
         if isinstance(value, Mapping) and name != "layers":
-            found = [(x, text_of(y, name)) for x, y in flattened(value)]
+            found = [(x, text_of(y, name)) for x, y in flattened(value) if name != "settings" or x not in bits]
             rows += [[name if i == 0 else "", *pair] for i, pair in enumerate(found)]
         elif name not in ("path", "kind", "layers", "sections", "warnings"):
             rows.append([name, "", text_of(value)])
     if rows:
         parts.append(DataTable("", ("", " ", "value"), rows, text_columns=3, prose=(" ", "value")))
-    if "layers" in facts:
-        parts.append(_layers(facts["layers"]))
+    if layers := {**bits, **facts.get("layers", {})}:
+        parts.append(_layers(layers))
     for section in facts.get("sections", ()):
         parts += ["", section["title"], *(f"  {x}" for x in section["notes"])]
         parts += [DataTable.of("", section["rows"]), *(f"  $ {x}" for x in section["commands"])]

@@ -15,6 +15,7 @@ from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
+from kvcli.machine import commit
 from kvcli.options import IMPL_HELP, parse_settings
 from kvcli.paths import artifact_method, model_folder
 from kvcli.registry import BASELINE, METHODS, check_settings, get_config, get_method, parse_name
@@ -112,7 +113,8 @@ def run(options: TuneOptions, output: Output) -> None:
     judge = Judge(options, loaded, goal, texts, path.with_suffix(".jsonl"), total, output)
     best, trials = tune(bases, fitted, judge)
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
-    best.recipe(loaded, {"context": tokens, "tokens": texts[1].numel(), **text}).save(path)
+    text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
+    best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
     name = f"{best.case.method} {best.memory.effective_bits:.2f} bits, KL {best.loss:.2g}"
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"

@@ -1,4 +1,4 @@
-"""What is known of an artifact, a recording, a stored context or a file of records, as plain JSON values.
+"""What is known of an artifact, a recording, a stored context, a recipe or records, as plain JSON values.
 
 Nothing is computed that needs the model, and nothing is guessed: what was not recorded is missing.
 """
@@ -40,7 +40,9 @@ def describe(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is a store: name one of its contexts, {path}/NAME, or 'kvcli contexts list --store'")
     if not path.is_file():
         what = "is neither an artifact nor a recording" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}; name one, a context or a file of records")
+        raise UsageError(f"{path} {what}; name one, a context, a recipe or a file of records")
+    if path.suffix in (".yaml", ".yml"):
+        return {"kind": "recipe", "path": str(path), **_recipe(path)}
     with path.open("rb") as file:
         start = file.read(9)
     if start[8:] == b"{" and start[:1] != b"{":
@@ -146,6 +148,26 @@ def of_context(record: Any) -> dict[str, Any]:
             "codecs": identity.get("codecs", {}).get("fitted", "as the settings make them"),
         },
         "settings": identity.get("config"),
+    }
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    """Facts of a recipe, and whether the folder that it names holds its artifact."""
+    from kvcli.recipe import Recipe, artifact_sha256
+    from kvcli.registry import method_name
+
+    recipe, method, fitted = Recipe.read(path), "", {}
+    if recipe.artifact_sha256 is None:
+        method = method_name(recipe.method, recipe.settings)
+    else:
+        here = recipe.artifact is not None and artifact_sha256(recipe.artifact) == recipe.artifact_sha256
+        fitted = {"artifact": {"folder": recipe.artifact, "sha256": recipe.artifact_sha256, "is there": here}}
+    return {
+        "method": method or recipe.method,
+        "measured": {"commit": "not recorded", **recipe.measured},
+        **fitted,
+        "provenance": {x: getattr(recipe, x) for x in ("model", "fingerprint", "kvcli_version")},
+        "settings": recipe.settings,
     }
 
 

@@ -1,4 +1,4 @@
-"""`kvcli inspect` and `kvcli diff`: artifacts, recordings, contexts and records of a tiny model."""
+"""`kvcli inspect` and `kvcli diff`: artifacts, recordings, contexts, recipes and records of a tiny model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcli.calibrate.parts import PARTS
 from kvcli.contexts import ContextStore
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.recipe import Recipe
 from kvcli.registry import get_method
 from kvcli.report.compare import differences
 from kvcli.report.facts import of_context, sparkline
@@ -178,6 +179,49 @@ def test_artifacts_differ_in_settings_bits_and_errors(artifact: Path, recorded: 
     assert "do not differ" in result("diff", str(artifact), "copy").stdout
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A recipe that needs no artifact."""
+    measured = {"kl_mean": 0.04, "kl_low": 0.03, "kl_high": 0.05, "corpus": "builtin:docs", "commit": "0123456789ab"}
+    settings = {"k_bits": [4, 2, 1], "v_bits": 2, "residual_length": 32}
+    return Recipe(model="tiny", fingerprint="f:00", method="kivi", settings=settings, measured=measured)
+
+
+def test_a_recipe_tells_its_model_method_bits_by_layer_and_loss(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.save(tmp_path / "r.yaml")
+    facts = inspected(tmp_path / "r.yaml")
+    assert (facts["kind"], facts["method"], facts["settings"]) == ("recipe", "kivi", recipe.settings)
+    assert facts["measured"] == recipe.measured
+    assert {x: facts["provenance"][x] for x in ("model", "fingerprint")} == {"model": "tiny", "fingerprint": "f:00"}
+    assert "artifact" not in facts
+    shown = result("inspect", str(tmp_path / "r.yaml")).stdout
+    says(shown, "fingerprint", "kl_low", "0.03", "kl_high", "builtin:docs", "0123456789ab", "█▃▁", "residual_length")
+    assert "[4, 2" not in shown
+    recipe.model_copy(update={"settings": {"k_bits": 4, "v_bits": 4}, "measured": {}}).save(tmp_path / "plain.yaml")
+    plain = inspected(tmp_path / "plain.yaml")
+    assert (plain["method"], plain["measured"]) == ("kivi-4", {"commit": "not recorded"})
+
+
+def test_a_recipe_tells_whether_its_artifact_is_there(recipe: Recipe, artifact: Path) -> None:
+    digest = json.loads((artifact / "kvcli.json").read_text())["sha256"]
+    of_artifact = {"method": "commvq", "settings": {"sink_length": 2}, "artifact_sha256": digest}
+    for folder, there in ((artifact, True), (artifact / "moved", False)):
+        recipe.model_copy(update={**of_artifact, "artifact": str(folder)}).save(Path("r.yaml"))
+        facts = inspected("r.yaml")
+        assert facts["artifact"] == {"folder": str(folder), "sha256": digest, "is there": there}
+        assert facts["method"] == "commvq"  # its bits are in the artifact
+
+
+def test_recipes_differ_in_bits_and_loss(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.save(tmp_path / "a.yaml")
+    changed = {"settings": {**recipe.settings, "k_bits": 4}, "measured": {**recipe.measured, "kl_mean": 0.02}}
+    recipe.model_copy(update=changed).save(tmp_path / "b.yaml")
+    found = differing(tmp_path / "a.yaml", tmp_path / "b.yaml")
+    assert [*found] == ["method", "measured.kl_mean", "settings.k_bits"]
+    assert found["settings.k_bits"]["A"] == pytest.approx(7 / 3)
+    assert found["measured.kl_mean"]["B / A"] == pytest.approx(0.5)
+
+
 def test_lists_of_one_mean_differ_all_the_same() -> None:
     (row,) = differences({"path": "a", "x": {"y": [1, 3], "z": True}}, {"path": "b", "x": {"y": [3, 1], "z": True}})
     assert row == {"name": "x.y", "A": 2, "B": 2, "B / A": 1}
@@ -187,6 +231,8 @@ def test_what_is_neither_is_refused(recorded: Any, artifact: Path) -> None:
     assert "name an artifact" in refused("inspect")
     assert "missing does not exist" in refused("inspect", "missing")
     assert "is a run of kvcli fit" in refused("inspect", "fitted")
+    Path("notes.yaml").write_text("Once upon a time")
+    assert "is no recipe" in refused("inspect", "notes.yaml")
     Path("empty").mkdir()
     assert "neither an artifact nor a recording" in refused("inspect", "empty")
     Path("text.txt").write_text("Once upon a time")

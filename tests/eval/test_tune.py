@@ -15,6 +15,7 @@ from factories import load, make_model, record
 import kvcli
 from kvcli.cli.tune import TuneOptions
 from kvcli.fit import assemble, fit_recording
+from kvcli.machine import commit
 from kvcli.models import LoadedModel
 from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_method
@@ -68,6 +69,7 @@ def test_the_search_writes_a_recipe_that_does_what_it_says(command_model: Loaded
     assert rows["kivi-2"]["kl_mean"] == limit
     recipe = Recipe.read("made/r.yaml")
     assert recipe.measured["kl_mean"] == best["kl_mean"]
+    assert recipe.measured["commit"] == commit()
     assert recipe.measured["kl_low"] < best["kl_mean"] < recipe.measured["kl_high"]
     assert f"{best['effective_bits']:.2f}%20bits" in found["badge"]
     # the same text through the recipe: the sequences of the verdict are the last 8 of 10
