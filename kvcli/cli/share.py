@@ -17,12 +17,14 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.fit import generate_with
+from kvcli.cli.inspect import shown
 from kvcli.cli.output import Output
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.options import Options
 from kvcli.paths import model_folder
 from kvcli.registry import DEFAULT_METHOD
 from kvcli.storage.atomic import file_record, replacing
+from kvcli.tables import DataTable
 
 SUMS, CARD, METADATA = "SHA256SUMS", "README.md", "kvcli.json"
 _SUM = re.compile(r"([0-9a-f]{64})  ([^/\\.][^/\\]*)")
@@ -31,7 +33,7 @@ _SUM = re.compile(r"([0-9a-f]{64})  ([^/\\.][^/\\]*)")
 class PushOptions(Options):
     """Options of `kvcli push`."""
 
-    path: Path | None = Field(default=None, description="artifact, or file of a context or records")
+    path: Path | None = Field(default=None, description="artifact, recipe, or file of a context or records")
     target: str | None = Field(default=None, description="OWNER/NAME on the hub, or a folder that exists")
     public: bool = Field(default=False, description="let everybody read a repository that is made now")
 
@@ -45,7 +47,7 @@ class PullOptions(Options):
 
 
 def push(options: PushOptions, output: Output) -> None:
-    """Share an artifact, records or a context, which holds its text; prints the commit and digest that pin them."""
+    """Share an artifact, a recipe, records or a context, which holds its text; prints the commit and digest."""
     from kvcli.artifact.metadata import WEIGHTS, front_matter
     from kvcli.report.facts import describe
 
@@ -56,7 +58,9 @@ def push(options: PushOptions, output: Output) -> None:
     if kind != "artifact" and not path.is_file():
         raise UsageError(f"{path} is neither an artifact nor a file; 'kvcli contexts export' makes one of a context")
     named = {name: path / name for name in (WEIGHTS, METADATA)} if kind == "artifact" else {path.name: path}
-    card = path / CARD if kind == "artifact" else f"{front_matter(model, kind)}\n# A {kind} of kvcli\n".encode()
+    about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
+    text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n{about}"
+    card = path / CARD if kind == "artifact" else text.encode()
     sums = "".join(f"{file_record(file)['sha256']}  {name}\n" for name, file in named.items()).encode()
     files: dict[str, Path | bytes] = {**named, SUMS: sums}
     if (folder := Path(place).expanduser()).is_dir():
@@ -96,7 +100,8 @@ def pull(options: PullOptions, output: Output) -> None:
             _write(path, folder / name)
     told = folder if METADATA in files else folder / name
     record = {"place": place, "sha256": digest, "kind": describe(told)["kind"], "path": str(told)}
-    output.result(record, str(told), generate_with(str(told)) or ["kvcli", "inspect", str(told)])
+    follow = ["kvcli", "generate", "--recipe", str(told)] if record["kind"] == "recipe" else generate_with(str(told))
+    output.result(record, str(told), follow or ["kvcli", "inspect", str(told)])
 
 
 def _fetched(source: str, digest: str | None, scratch: str) -> tuple[str, str, dict[str, Path]]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import SHORT, TEXT, compressed, refused, result
+from console import SHORT, TEXT, compressed, refused, result, says
 from huggingface_hub import constants
 from loopback_hub import Hub, loopback_hub
 
 from kvcli.artifact import Artifact
 from kvcli.artifact.metadata import front_matter
+from kvcli.recipe import Recipe
 
 REPO = "me/commvq-2"
 NAMES = ("codec.safetensors", "kvcli.json")
@@ -84,6 +85,22 @@ def test_a_context_has_a_card_and_is_continued(tiny: Any, hub: Hub) -> None:
     generated = result("generate", "--context", "got/c.safetensors", "--prompt", " and", *SHORT)
     assert generated["reused_tokens"] == len(TEXT)
     assert "is there with other content" in refused("pull", place, "--out", _with_another("there/c.safetensors"))
+
+
+def test_a_recipe_has_a_card_with_its_loss_and_is_followed(tiny: Any, hub: Hub) -> None:
+    settings = {"k_bits": [4, 2, 1], "v_bits": 2, "group_size": 8, "residual_length": 8, "sink_length": 2}
+    measured = {"kl_mean": 0.0393, "kl_low": 0.0326, "corpus": "builtin:docs"}
+    recipe = Recipe(model="org/tiny", fingerprint=tiny.fingerprint, method="kivi", settings=settings, measured=measured)
+    recipe.save(Path("r.yaml"))
+    place, digest = push("r.yaml", "me/recipe")
+    card = hub.found("me/recipe", "main")[1]["README.md"].decode()  # type: ignore[index]
+    assert card.startswith("---\nlibrary_name: kvcli\nbase_model: org/tiny\ntags: [kv-cache, recipe]\n---\n")
+    says(card, "| measured | commit | not recorded |", "|  | kl_mean | 0.0393 |", "| k_bits | █▃▁ | 2.333 | 1 | 4 |")
+    done = result("pull", place, "--sha256", digest, "--out", "got")
+    assert "next: kvcli generate --recipe got/r.yaml" in done.stderr
+    assert Recipe.read("got/r.yaml") == recipe
+    generated = result("generate", "tiny", "--prompt", TEXT, "--recipe", "got/r.yaml", *SHORT)
+    assert generated["memory"]["num_encoded"] > 0
 
 
 def _with_another(path: str) -> str:
