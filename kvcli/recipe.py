@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli._version import __version__
 from kvcli.errors import ConfigError, UsageError, error_text, explain
-from kvcli.registry import check_settings
+from kvcli.registry import check_settings, parse_name
 from kvcli.storage.atomic import replacing
 
 
@@ -42,7 +42,8 @@ class Recipe(BaseModel):
 
         try:
             recipe = cls.model_validate(yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")))
-            check_settings(recipe.method, recipe.settings)
+            name, bits = parse_name(recipe.method)
+            check_settings(name, {**bits, **recipe.settings})
         except ValidationError as error:
             raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
         except OSError as error:

@@ -31,6 +31,7 @@ from kvcli.integrations.paged_attention import Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder, check_codecs
 from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
 from kvcli.models import LoadedModel
+from kvcli.recipe import Recipe
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.probe import probe
 
@@ -264,13 +265,18 @@ def attend_paged(
 
 @contextmanager
 def enable(
-    model: nn.Module | LoadedModel, method: str, *, artifact: str | Path | Artifact | None = None, **settings: Any
+    model: nn.Module | LoadedModel,
+    method: str = "",
+    *,
+    artifact: str | Path | Artifact | None = None,
+    recipe: str | Path | None = None,
+    **settings: Any,
 ) -> Iterator[nn.Module]:
     """Lets continuous batching of a model store codes inside the block, in layers with full attention.
 
     Args:
-        model, method, artifact, settings: as in `kvcli.attach`, but `residual_length` is 32 by default, and there is no
-            `flush_block`: tokens are encoded at once.
+        model, method, artifact, recipe, settings: as in `kvcli.attach`, but `residual_length` is 32 by default, and
+            there is no `flush_block`, that of a recipe has no effect: tokens are encoded at once.
 
     Yields:
         The model; caches that are made in the block, such as those of `generate_batch`, are ours.
@@ -287,14 +293,15 @@ def enable(
     """
     if "flush_block" in settings:
         raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
-    with attach(model, method, artifact=artifact, **settings) as session:
-        check_codecs(method, session.codecs)
+    given = {} if recipe is None else Recipe.read(recipe).settings
+    with attach(model, method, artifact=artifact, recipe=recipe, **settings) as session:
+        check_codecs(method or session.method.name, session.codecs)
     module: Any = session.model
     config = module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
     with _lock:
-        residual_length = settings.get("residual_length", RESIDUAL_LENGTH)
+        residual_length = {"residual_length": RESIDUAL_LENGTH, **given, **settings}["residual_length"]
         ours = {"session": session, "residual_length": residual_length, "rope": probe(module).rope}
         _enabled[id(config)] = config, ours
         ALLOCATORS[_FULL] = AllocatorByModel

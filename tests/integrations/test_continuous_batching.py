@@ -16,17 +16,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_answers import NEW_TOKENS, Answer, PagedCache, check, prompts_of, session_of
-from factories import make_model, record
+from factories import load, make_model, record
 from families import make
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.errors import UsageError
+from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.integrations import paged_attention
 from kvcli.integrations.continuous_batching import ALLOCATORS, CodesAllocator, block_bytes, enable
 from kvcli.integrations.pages import LayerEncoder
+from kvcli.recipe import Recipe
 from kvcli.registry import get_method, parse_method
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
@@ -398,6 +399,38 @@ def test_layers_in_full_precision(name: str, tiny_model: Any) -> None:
         found = allocators(tiny_model, page_size=32)["full_attention"]
     check_all(tiny_model, name, prompts, ours, layers=[0, 2])
     assert found.bytes_per_sector == found.bytes_per_block
+
+
+@pytest.mark.usefixtures("stale_pages")
+@pytest.mark.parametrize("name", ["kivi", "turboquant"])
+def test_a_recipe_is_followed_with_bits_by_layer_and_exact_layers(name: str, tiny_model: Any, tmp_path: Path) -> None:
+    """And with the recipe's own sinks and recent tokens, which can be changed."""
+    settings: dict[str, Any] = {"k_bits": [4, 16, 2], "v_bits": [2, 16, 16], "sink_length": 3, "residual_length": 32}
+    path, prompts = tmp_path / "r.yaml", prompts_of(tiny_model, 20, 2, 70, 100)
+    recipe = Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method=name, settings=settings)
+    recipe.save(path)
+    with enable(tiny_model, recipe=path):
+        ours = generated(tiny_model, prompts, page_size=32)
+    check_all(tiny_model, name, prompts, ours, **settings)
+    if name == "turboquant":
+        with enable(tiny_model, recipe=path, residual_length=7):
+            shorter = generated(tiny_model, prompts, page_size=32)
+        check_all(tiny_model, name, prompts, shorter, **{**settings, "residual_length": 7})
+        with pytest.raises(AssertionError):
+            check_all(tiny_model, name, prompts, shorter, **settings)
+
+
+def test_a_recipe_of_another_model_or_beside_a_method_is_refused(tiny_model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    Recipe(model="tiny", fingerprint=load(make_model("qwen2")).fingerprint, method="rtn-4").save(path)
+    with pytest.raises(ConfigError, match="made for tiny, not for this model"), enable(tiny_model, recipe=path):
+        pass
+    for arguments in ({}, {"method": "rtn-4", "recipe": path}):
+        with pytest.raises(UsageError, match="a method, or a recipe"), enable(tiny_model, **arguments):
+            pass
+    Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method="squat-2").save(path)
+    with pytest.raises(UsageError, match="method 'squat' depend on other tokens"), enable(tiny_model, recipe=path):
+        pass
 
 
 def test_a_model_with_a_manager_of_its_own_is_refused(tiny_model: Any) -> None:

@@ -18,40 +18,45 @@ from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageEr
 from kvcli.fingerprint import fingerprint
 from kvcli.integrations.pages import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
+from kvcli.integrations.windows import RESIDUAL_LENGTH
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.recipe import Recipe
 from kvcli.registry import parse_method
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.model import attention_of_config
 from kvcli.spec import ModelSpec
 
-METHOD, ARTIFACT, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"
+METHOD, ARTIFACT, RECIPE, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_RECIPE", "KVCLI_SETTINGS"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A method, its artifact if the method was named by it, and settings of the method."""
+    """A method, its artifact, settings of the method, and the recipe if that named them."""
 
     method: str
     artifact: Artifact | None
     values: Mapping[str, Any]
+    recipe: Recipe | None = None
 
     @classmethod
     def read(cls) -> Self | None:
-        """The settings in the environment; None: neither KVCLI_METHOD nor KVCLI_ARTIFACT is there.
+        """The settings in the environment; None: KVCLI_METHOD, KVCLI_ARTIFACT and KVCLI_RECIPE are not there.
+
+        KVCLI_SETTINGS change those of a recipe, but for `flush_block`, which pages do not have.
 
         Raises:
-            UsageError: both, settings of neither, an unknown method, or one that needs an artifact.
-            ConfigError: KVCLI_SETTINGS is no JSON object.
+            UsageError: several of them, settings of none, an unknown method, or one that needs an artifact.
+            ConfigError: KVCLI_SETTINGS is no JSON object, or a recipe that cannot be read or lacks its artifact.
             ArtifactError: an artifact that cannot be read.
         """
-        method, folder = os.environ.get(METHOD), os.environ.get(ARTIFACT)
-        if not method and not folder:
+        named = {x: value for x in (METHOD, ARTIFACT, RECIPE) if (value := os.environ.get(x))}
+        if not named:
             if os.environ.get(SETTINGS):
-                raise UsageError(f"{SETTINGS} are of a method: set {METHOD} or {ARTIFACT}, or unset it")
+                raise UsageError(f"{SETTINGS} are of a method: set {METHOD}, {ARTIFACT} or {RECIPE}, or unset it")
             return None
-        if method and folder:
-            raise UsageError(f"an artifact says its method: set {METHOD} or {ARTIFACT}, not both")
+        if len(named) > 1:
+            raise UsageError(f"a recipe and an artifact say their method: set one of {', '.join(named)}")
         try:
             values = json.loads(os.environ.get(SETTINGS) or "{}")
         except (ValueError, RecursionError) as error:
@@ -60,8 +65,14 @@ class Settings:
             raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
         if "flush_block" in values:
             raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
+        recipe = Recipe.read(named[RECIPE]) if RECIPE in named else None
+        folder = named.get(ARTIFACT) if recipe is None else recipe.find_artifact()
         artifact = Artifact.load(folder) if folder else None
-        name = str(method) if artifact is None else artifact.method
+        if recipe is not None:
+            values = {**recipe.settings, **values}
+            values.pop("flush_block", None)
+            return cls(recipe.method, artifact, values, recipe)
+        name = named[METHOD] if artifact is None else artifact.method
         if parse_method(name)[0].needs_artifact and artifact is None:
             raise UsageError(f"method '{name}' needs an artifact; name its folder in {ARTIFACT} instead")
         return cls(name, artifact, values)
@@ -75,23 +86,24 @@ def codecs_of(
     Args:
         config: of transformers, of the model's text.
         ranks: processes among which heads are divided.
-        weights: returns the folder of the checkpoint; None: weights are random, and belong to every artifact.
+        weights: returns the folder of the checkpoint; None: weights are random, those of every artifact and recipe.
 
     Raises:
-        KvcliError: a method whose codes depend on other tokens or on heads of other processes, an artifact of another
-            model, a model that is not understood.
+        KvcliError: a method whose codes depend on other tokens or on heads of other processes, an artifact or a recipe
+            of another model, a model that is not understood.
     """
     model, spec = skeleton(config), ModelSpec.from_config(config)
+    artifact, recipe, whole = settings.artifact, settings.recipe, spec
     if spec.other_layers:
         raise UnsupportedModelError("layers without full attention, such as a sliding window, have no codes in pages")
-    artifact = settings.artifact
     if ranks > 1:
         if artifact is not None:
-            raise UsageError(f"codes of an artifact are of all heads together: no tensor parallelism with {ARTIFACT}")
+            raise UsageError("codes of an artifact are of all heads together: no tensor parallelism with one")
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, spec.num_kv_heads // ranks))
-    read_projections(
-        model, weights, with_weights=artifact is not None, with_biases=settings.values.get("key_offset") != "none"
-    )
+    with_weights, with_biases = bool(artifact or recipe), settings.values.get("key_offset") != "none"
+    read_projections(model, weights, with_weights=with_weights, with_biases=with_biases)
+    if recipe is not None and weights is not None:
+        recipe.check_model(fingerprint(model, whole))
 
     def digest() -> str:
         if weights is None and artifact is not None:
@@ -107,8 +119,19 @@ def codecs_of(
         digest=digest,
     )
     check_codecs(settings.method, codecs)
-    if len({codec.key.tokens_per_group for codec in codecs}) > 1:
-        raise UsageError("layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages")
+    groups = [codec.key.tokens_per_group for codec in codecs]
+    if odd := [i for i, group in enumerate(groups) if group != max(groups)]:
+        raise UsageError(
+            "layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages: layer "
+            f"{odd[0]} has groups of {groups[odd[0]]} (keys of 16 bits: of 1), others of {max(groups)} tokens"
+        )
+    recent = settings.values.get("residual_length", RESIDUAL_LENGTH) or max(groups) > 1
+    if recent and len({(x.key.bits_per_token(), x.value.bits_per_token()) for x in codecs}) > 1:
+        # layers whose pages have other bytes share no batch, but would share the windows of the requests
+        raise UsageError(
+            "layers with bits of their own have no exact recent tokens in vLLM's pages: say "
+            f"{SETTINGS}='{{\"residual_length\": 0}}', with a method that codes each token alone"
+        )
     if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
         raise UsageError(
             f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_model
+from factories import load, make_model
 from families import make
 
 from kvcli.artifact import Artifact
@@ -16,12 +16,13 @@ from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageEr
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
 from kvcli.integrations.vllm.model import Settings, codecs_of
+from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_method
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("METHOD", "ARTIFACT", "SETTINGS"):
+    for name in ("METHOD", "ARTIFACT", "RECIPE", "SETTINGS"):
         monkeypatch.delenv(f"KVCLI_{name}", raising=False)
 
 
@@ -33,12 +34,15 @@ def test_without_variables_there_is_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"METHOD": "rtn-4", "ARTIFACT": "a"}, UsageError, "set KVCLI_METHOD or KVCLI_ARTIFACT, not both"),
+        ({"METHOD": "rtn-4", "ARTIFACT": "a"}, UsageError, "set one of KVCLI_METHOD, KVCLI_ARTIFACT"),
+        ({"METHOD": "rtn-4", "RECIPE": "r.yaml"}, UsageError, "set one of KVCLI_METHOD, KVCLI_RECIPE"),
+        ({"ARTIFACT": "a", "RECIPE": "r.yaml"}, UsageError, "set one of KVCLI_ARTIFACT, KVCLI_RECIPE"),
+        ({"RECIPE": "none.yaml"}, ConfigError, "cannot read none.yaml"),
         ({"METHOD": "turboqant-3"}, UsageError, "turboqant"),
         ({"METHOD": "commvq"}, UsageError, "name its folder in KVCLI_ARTIFACT"),
         ({"METHOD": "rtn-4", "SETTINGS": "{"}, ConfigError, "KVCLI_SETTINGS is no JSON"),
         ({"METHOD": "rtn-4", "SETTINGS": "[" * 100_000}, ConfigError, "KVCLI_SETTINGS is no JSON"),
-        ({"SETTINGS": '{"key_offset": "none"}'}, UsageError, "set KVCLI_METHOD or KVCLI_ARTIFACT, or unset it"),
+        ({"SETTINGS": '{"key_offset": "none"}'}, UsageError, "set KVCLI_METHOD, KVCLI_ARTIFACT or KVCLI_RECIPE"),
         ({"METHOD": "rtn-4", "SETTINGS": "[1]"}, ConfigError, "is a JSON object"),
         ({"METHOD": "rtn-4", "SETTINGS": '{"flush_block": 4}'}, UsageError, "omit flush_block"),
     ],
@@ -66,7 +70,79 @@ def test_layers_with_groups_of_other_sizes_are_refused_by_name(tiny_model: Any) 
     """A batch has one size of groups for all layers; keys of 16 bits have none."""
     with pytest.raises(UsageError, match="groups of different sizes"):
         codecs(tiny_model, "kivi", k_bits=[16, 2, 2])
-    assert len(codecs(tiny_model, "kivi", k_bits=[4, 2, 2])) == 3
+
+
+SETTINGS = {"k_bits": 3, "v_bits": 2, "sink_length": 2, "residual_length": 8, "flush_block": 4}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Writes a recipe of a method for a model, and reads what KVCLI_RECIPE then names."""
+
+    def named(model: Any, method: str = "turboquant", settings: Any = SETTINGS, **rest: Any) -> Settings:
+        made = Recipe(model="tiny", fingerprint=load(model).fingerprint, method=method, settings=dict(settings), **rest)
+        made.save(tmp_path / "r.yaml")
+        monkeypatch.setenv("KVCLI_RECIPE", str(tmp_path / "r.yaml"))
+        read = Settings.read()
+        assert read is not None
+        return read
+
+    return named
+
+
+def test_a_recipe_gives_method_bits_and_window(
+    recipe: Callable[..., Settings], tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `flush_block` has no effect in pages; KVCLI_SETTINGS change the rest."""
+    read = recipe(tiny_model)
+    assert (read.method, read.artifact) == ("turboquant", None)
+    assert read.values == {name: x for name, x in SETTINGS.items() if name != "flush_block"}
+    exact, made = codecs_of(tiny_model.config, read, 1, None)[:2]
+    assert (exact.sink_length, *(made[0].key.n_bits, made[0].value.n_bits)) == (2, 3, 2)
+    monkeypatch.setenv("KVCLI_SETTINGS", '{"residual_length": 16}')
+    assert recipe(tiny_model).values["residual_length"] == 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_recipe_of_another_model_is_refused(
+    ranks: int, recipe: Callable[..., Settings], tiny_model: Any, tmp_path: Path
+) -> None:
+    """Also where a process has a part of the heads; random weights belong to every recipe."""
+    tiny_model.save_pretrained(tmp_path)
+    read = recipe(tiny_model)
+    assert len(codecs_of(tiny_model.config, read, ranks, lambda: tmp_path)[1]) == 3
+    for name, x in tiny_model.named_parameters():
+        if name.endswith("k_proj.weight"):
+            x.data = x.data.flip(0)
+    tiny_model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="the recipe was made for tiny, not for this model"):
+        codecs_of(tiny_model.config, read, ranks, lambda: tmp_path)
+    assert len(codecs_of(tiny_model.config, read, ranks, None)[1]) == 3
+
+
+def test_a_recipe_names_its_artifact(
+    recipe: Callable[..., Settings], tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+) -> None:
+    tiny_artifact(get_method("oscar")).save(tmp_path / "a")
+    named = {"artifact": str(tmp_path / "a"), "artifact_sha256": artifact_sha256(tmp_path / "a")}
+    read = recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
+    assert (read.method, read.values) == ("oscar", {"sink_length": 2})
+    assert read.artifact is not None
+    assert read.artifact.method == "oscar"
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(ConfigError, match="does not hold the artifact of the recipe"):
+        recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
+
+
+def test_what_a_recipe_cannot_do_in_pages_is_refused_by_name(recipe: Callable[..., Settings], tiny_model: Any) -> None:
+    for method, settings, message in (
+        ("kivi", {"k_bits": [2, 16, 2]}, "groups of different sizes .* layer 1 has groups of 1 "),
+        ("turboquant", {"k_bits": [2, 3, 2]}, "bits of their own have no exact recent tokens"),
+        ("kivi", {"k_bits": [2, 4, 2], "residual_length": 32}, "bits of their own have no exact recent tokens"),
+        ("squat", {"k_bits": 2}, "codes of method 'squat' depend on other tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            codecs_of(tiny_model.config, recipe(tiny_model, method, settings), 1, None)
 
 
 def test_the_mean_of_a_sequence_is_refused_with_what_to_say() -> None:
@@ -100,7 +176,7 @@ def test_heads_of_one_process_have_codecs_of_their_own(
     assert codecs(tiny_model, "turboquant-3", ranks=2)[0].key.spec.num_kv_heads == 1
     assert codecs(tiny_model, "turboquant-3", ranks=4)[0].key.spec.num_kv_heads == 1
     artifact = tiny_artifact(get_method("commvq"))
-    with pytest.raises(UsageError, match="no tensor parallelism with KVCLI_ARTIFACT"):
+    with pytest.raises(UsageError, match="no tensor parallelism"):
         codecs_of(tiny_model.config, Settings("commvq", artifact, {}), 2, None)
     model = make_model("qwen2")
     model.save_pretrained(tmp_path)

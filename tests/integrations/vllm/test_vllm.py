@@ -15,13 +15,14 @@ import pytest
 import torch
 from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
 from engines import answers, engine
-from factories import make_model, record
+from factories import load, make_model, record
 from families import make
 
 import kvcli
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
 from kvcli.fit import assemble, fit_recording
+from kvcli.recipe import Recipe
 from kvcli.registry import get_method, parse_method
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
@@ -215,6 +216,27 @@ def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tmp_path: Path
                 check(tiny_model, session, prompt, answer)
         assert len(set(bits)) == (1 if made is None else 2)
         assert config.num_blocks == int(size // (16 * sum(bits) / 8))
+
+
+@pytest.mark.parametrize(
+    "bits",
+    [{"k_bits": 3, "v_bits": 2, "residual_length": 7}, {"k_bits": [4, 16, 2], "v_bits": 16, "residual_length": 0}],
+    ids=["recent tokens", "bits by layer"],
+)
+def test_a_recipe_is_followed(
+    bits: dict[str, Any], tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its sinks and recent tokens, and with exact layers."""
+    settings = {**bits, "sink_length": 3}
+    recipe = Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method="turboquant", settings=settings)
+    recipe.save(tmp_path / "r.yaml")
+    monkeypatch.setenv("KVCLI_RECIPE", str(tmp_path / "r.yaml"))
+    prompts = prompts_of(tiny_model, 20, 2, 9, 70)
+    with engine(saved(tiny_model, tmp_path)) as llm:
+        found = [answers(llm, [prompt])[0] for prompt in prompts]
+    with kvcli.attach(tiny_model, "turboquant", **settings, flush_block=1) as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(tiny_model, session, prompt, answer)
 
 
 def test_layers_of_vllm_0_26_ask_no_backend(
