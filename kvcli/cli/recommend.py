@@ -28,8 +28,10 @@ LOSSES = Path(__file__).with_name("losses.json")
 def run(options: CacheOptions, output: Output) -> None:
     """Say which methods fit into a memory, those first that are known to lose least, and how to measure the first.
 
-    Losses are those of kvcli's own records; nothing is run.
+    The memory is a GPU's, also where there is none, unless --device cpu says otherwise. Losses are those of kvcli's
+    own records; nothing is run.
     """
+    options = options if options.device else options.model_copy(update={"device": "cuda"})
     memory = parse_size(options.memory)
     if memory is None:
         raise UsageError("say what has to be fitted into, such as --memory 24GiB")
@@ -37,6 +39,9 @@ def run(options: CacheOptions, output: Output) -> None:
     tables = [table for table in tables if table["model"] == options.model] or tables
     names = options.method or [name for table in tables for name in table["kl"]]
     planned, plans = method_plans(options, names)
+    where = f"{planned.name}, {str(planned.dtype).removeprefix('torch.')} on {planned.device.type}"
+    smaller = f"; those of the checkpoint ({planned.quantized}) and peaks are smaller" if planned.quantized else ""
+    output.say(f"{where}: weights {size(planned.weights_bytes)}{smaller}")
     rows = [_row(plan, options, memory, tables) for plan in plans]
     rows.sort(key=lambda row: (not row["fits"], *((kl is None, kl) for kl in row["kl"].values()), row["peak_bytes"]))
     about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
@@ -46,7 +51,7 @@ def run(options: CacheOptions, output: Output) -> None:
     best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
     if best is None:
         hint = "" if options.prefill_chunk else "; a prompt that is read in parts (--prefill-chunk 4096) takes less"
-        output.say(f"nothing that was measured fits; weights take {size(planned.weights_bytes)}{hint}")
+        output.say(f"nothing that was measured fits{hint}")
     elif best["method"] == BASELINE:
         output.say("nothing has to be compressed")
     else:
@@ -55,8 +60,8 @@ def run(options: CacheOptions, output: Output) -> None:
         first = f"'{shlex.join(['kvcli', 'generate', *words, '--fit'])}' and " if best["fit_first"] else ""
         measure = f"{first}'{shlex.join(['kvcli', 'eval', *words])}'"
         output.say(f"of what fits, {best['method']} is known to lose least; {measure} would measure it on this model")
-    record = {"model": options.model, "memory_bytes": memory, "measured": about}
-    record |= {"recommended": best and best["method"], "methods": rows}
+    record = {"model": options.model, "memory_bytes": memory, "weights_bytes": planned.weights_bytes}
+    record |= {"measured": about, "recommended": best and best["method"], "methods": rows}
     title = f"{options.batch} x {options.prompt_tokens} + {options.max_new_tokens} tokens in {size(memory)}"
     output.result(record, _table(title, rows))
 
@@ -90,5 +95,5 @@ def _table(title: str, rows: list[dict[str, Any]]) -> DataTable:
     return DataTable.of(title, cells, ("cache",))
 
 
-EXAMPLE = "kvcli recommend llama-3.1-8b --device cuda --memory 24GiB --prompt-tokens 65536 --prefill-chunk 4096"
+EXAMPLE = "kvcli recommend llama-3.1-8b --memory 24GiB --prompt-tokens 65536 --prefill-chunk 4096"
 COMMAND = Command("recommend", CacheOptions, run, EXAMPLE, ("model",))

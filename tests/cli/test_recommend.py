@@ -14,7 +14,9 @@ from kvcli.bench.shapes import shape_config
 from kvcli.cli import recommend
 from kvcli.plan import memory
 from kvcli.registry import check_settings, method_name, parse_name
+from kvcli.sizes import size
 
+MODEL_CONFIG = memory.model_config
 TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_text())}
 
 
@@ -85,6 +87,25 @@ def test_methods_that_were_not_measured_are_last_and_never_recommended() -> None
     made = recommended("--memory", "100GiB", "--method", "rtn-4", "--method", "kivi-2")
     assert names(made) == ["fp16", "kivi-2", "rtn-4"]
     assert made["methods"][-1]["kl"] == {"tiny": None}
+
+
+def test_the_memory_is_that_of_a_gpu_unless_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, too: a model is loaded in 16 bits there."""
+    words = ("recommend", "tiny", "--memory", "100GiB", "--prompt-tokens", "600", "--json", "--setting", "group_size=8")
+    plain, gpu, cpu = (result(*words, *x) for x in ((), ("--device", "cuda"), ("--device", "cpu")))
+    assert plain == gpu
+    assert cpu["weights_bytes"] == 2 * plain["weights_bytes"]
+    assert cpu["methods"][0]["cache_bytes"] > plain["methods"][0]["cache_bytes"]
+    weights = f"tiny, bfloat16 on cuda: weights {size(plain['weights_bytes'])}"
+    says(result(*words[:4]).stderr, f"{weights}\n")
+    monkeypatch.setattr(memory.PlannedModel, "quantized", "gptq")
+    says(result(*words[:4]).stderr, f"{weights}; those of the checkpoint (gptq) and peaks are smaller")
+
+
+def test_a_name_that_the_hub_does_not_have_here_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "model_config", MODEL_CONFIG)
+    monkeypatch.setattr("kvcli.hub._reach", lambda name, revision: (revision, True))
+    assert "cannot load model 'org/none'" in refused("recommend", "org/none", "--memory", "1GiB", code=1)
 
 
 def test_no_memory() -> None:
