@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig, Shard
+from kvcli.calibrate.config import FISHER_SEQ_LEN, GRADIENT_COST, CollectConfig, Shard
 from kvcli.calibrate.fisher import sequence_sums
 from kvcli.calibrate.parts import FISHER, PARTS, SUMS, SamplesManifest, part_name, part_records, sums_name, write_part
 from kvcli.calibrate.shards import merge_into, write_fisher
@@ -128,7 +128,7 @@ class _Collection:
             )
         self._record_samples(finished)
         if FISHER in finished:
-            self.advance(config.fisher_tokens)
+            self._advance_gradients(config.fisher_tokens)
         elif rows:
             self._record_fisher(rows, stored)
         if len(finished) < len(names) or not stored.complete:
@@ -171,14 +171,17 @@ class _Collection:
                         recorder.tensors = {}
                     self.advance(batch.numel())
 
+    def _advance_gradients(self, tokens: int) -> None:
+        self.advance(GRADIENT_COST * tokens)
+
     def _record_fisher(self, rows: Sequence[int], stored: SamplesManifest) -> None:
         """Records the sums of single sequences; without a shard, adds them up and keeps that alone."""
         config, folder = self.config, self.folder
         finished = stored.intact_parts(folder, [sums_name(index) for index in rows])
         missing = [index for index in rows if sums_name(index) not in finished]
-        self.advance((len(rows) - len(missing)) * min(config.seq_len, FISHER_SEQ_LEN))
+        self._advance_gradients((len(rows) - len(missing)) * min(config.seq_len, FISHER_SEQ_LEN))
         sequences = self.sequences[config.fisher_rows, :FISHER_SEQ_LEN]
-        for index, sums in sequence_sums(self.loaded, sequences, _FISHER_SEED, missing, self.advance):
+        for index, sums in sequence_sums(self.loaded, sequences, _FISHER_SEED, missing, self._advance_gradients):
             write_part(folder, sums_name(index), sums)
         if self.shard is None:
             write_fisher(folder, [folder / sums_name(index) for index in rows], self.loaded.spec.num_layers)

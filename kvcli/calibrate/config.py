@@ -15,6 +15,9 @@ from kvcli.spec import ModelSpec
 FISHER_SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
 
+GRADIENT_COST = 4
+"""How many tokens without gradients take as long as one with."""
+
 _PART_BYTES = 512 * 2**20
 
 
@@ -105,10 +108,10 @@ class CollectConfig:
         return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
 
     def total_tokens(self, spec: ModelSpec, shard: Shard | None = None) -> int:
-        """Tokens of all passes, those with gradients included: what `collect` advances by in all."""
+        """Tokens of all passes, those with gradients `GRADIENT_COST` times: what `collect` advances by in all."""
         sequences = self.sequences(shard)
         fisher = sum(row in sequences for row in self.fisher_rows) * min(self.seq_len, FISHER_SEQ_LEN)
-        return len(sequences) * self.seq_len * len(self.windows(spec)) + fisher
+        return len(sequences) * self.seq_len * len(self.windows(spec)) + GRADIENT_COST * fisher
 
     def disk_bytes(self, spec: ModelSpec, shard: Shard | None = None) -> int:
         """Bytes of samples on disk, 16 bits per value."""

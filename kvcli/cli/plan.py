@@ -49,7 +49,7 @@ class PlanOptions(CacheOptions):
     tokens: int = Field(default=65536, ge=2, description="calibration: token budget")
     seq_len: int = Field(default=2048, ge=2, description="calibration: tokens per sequence")
     query_tokens: int = Field(default=8192, ge=0, description="calibration: tokens whose queries are recorded")
-    fisher_tokens: int = Field(default=4096, ge=0, description="calibration: tokens whose gradients are computed")
+    fisher_tokens: int = Field(default=32768, ge=0, description="calibration: tokens whose gradients are computed")
     batch_size: int = Field(default=4, ge=1, description="calibration: sequences per forward pass")
 
 

@@ -35,7 +35,7 @@ class CacheConfig(BaseModel):
         needs_artifact: whether the method does nothing without fitting.
         fit_settings: settings whose default differs when the method is fitted.
         run_name: template of a fit's folder, from `method` and the settings; default: the method as it was asked for.
-        fisher_tokens: tokens with gradients that a fit gains from; `kvcli calibrate` records fewer by default.
+        fisher_tokens: tokens with gradients that `--fit` records.
         fit_us: processor time of a fit per recorded key or value, in microseconds, on a CPU.
     """
 

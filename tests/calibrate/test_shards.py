@@ -83,6 +83,21 @@ def test_shards_share_all_passes_and_rows() -> None:
         CONFIG.parts(Shard(1, 7))
 
 
+@pytest.mark.parametrize("shard", [None, Shard(2, 3)])
+def test_progress_reaches_its_total_whatever_is_there_already(tmp_path: Path, shard: Shard | None) -> None:
+    """A token with gradients counts as often as it takes longer than one without."""
+    loaded, done = load(make_model("qwen2")), list[int]()
+    total = CONFIG.total_tokens(loaded.spec, shard)
+    rows = len(CONFIG.fisher_rows) if shard is None else sum(x in CONFIG.sequences(shard) for x in CONFIG.fisher_rows)
+    assert total == len(CONFIG.sequences(shard)) * 48 * len(CONFIG.windows(loaded.spec)) + 4 * 48 * rows
+    for left in ("all", "gradients", "nothing"):
+        if left == "gradients":
+            next(tmp_path.glob("fisher*")).unlink()
+        done.clear()
+        collect(loaded, SEQUENCES, CONFIG, tmp_path, {}, shard=shard, advance=done.append)
+        assert sum(done) == total
+
+
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/", "a/b", "-1/2", "1/2/3", "1.0/2"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--shard takes an index"):
