@@ -101,18 +101,16 @@ def last_method(rows: Records) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands; after `eval`, the last method is timed, and after `bench`, it is evaluated."""
+    """Adds the commands; after `eval` comes a page of its file, else the last method is timed or evaluated."""
 
     def evaluate(records: Records, options: Any) -> list[str]:
         model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
         return try_method(last_method(records), "eval", model)
 
+    def show(records: Records, options: Any) -> list[Any]:
+        return ["kvcli", "report", options.out] if options.out else ["kvcli", "bench", "--method", last_method(records)]
+
     _register_suites(
-        app,
-        "eval",
-        EVAL_SUITES,
-        "kl",
-        "Measure quality through the real cache, next to the uncompressed model.",
-        lambda records, options: ["kvcli", "bench", "--method", last_method(records)],
+        app, "eval", EVAL_SUITES, "kl", "Measure quality through the real cache, next to the uncompressed model.", show
     )
     _register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", evaluate)

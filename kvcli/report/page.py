@@ -205,9 +205,9 @@ def times(rows: Records) -> list[Chart]:
             value = row.get(field)
             value = value[1] if isinstance(value, (list, tuple)) else value
             if value is not None and row.get("status") == "ok":
-                batch = f", {row['batch']} sequences" if row["batch"] > 1 else ""
+                batch = f"{row['batch']} x " if row["batch"] > 1 else ""
                 dtype = f", {row['dtype']}" if len({x.get("dtype") for x in rows}) > 1 else ""
-                group = groups.setdefault(f"{what}, {tokens(row['context'])} tokens{batch}{dtype}", {})
+                group = groups.setdefault(f"{what}, {batch}{tokens(row['context'])} tokens{dtype}", {})
                 group[row_name(row)] = value / scale
         charts += [bars(title, unit, [(x, y, {}) for x, y in group.items()]) for title, group in groups.items()]
     return charts

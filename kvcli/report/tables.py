@@ -202,7 +202,7 @@ def quality(rows: Records) -> DataTable:
     cells = []
     for name, row in sorted(named(kept), key=lambda item: float(item[1]["kl_mean"])):
         memory, kl = row["memory"], row["metrics"]["kl_mean"]
-        interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else ""
+        interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else "-"
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
         figures = [f"{row['kl_mean']:.4f}", interval, f"{100 * row['flips']:.1f}", perplexity]

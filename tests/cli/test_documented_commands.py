@@ -52,6 +52,10 @@ SMALL = {
     "chat": FEW,
     "calibrate": ("--tokens", "2048", "--seq-len", "64", "--query-tokens", "512", "--fisher-tokens", "512"),
     "train-codebook": ("--codebook-size", "8", "--num-residuals", "2", "--value-iterations", "2"),
+    "tune": (
+        *("--method", "kivi", "--setting", "group_size=8", "--max-kld", "10", "--seq-len", "64"),
+        *("--num-sequences", "2", "--search-sequences", "1", "--context", "512", "--residual-length", "8"),
+    ),
     "eval": ("--seq-len", "64", "--num-sequences", "2"),
     "bench": ("--shape", "tiny", "--contexts", "64", "--repeats", "1", "--method", "kivi-2"),
 }

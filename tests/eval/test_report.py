@@ -64,6 +64,8 @@ def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committe
     for part in text.split("<section")[1:]:
         assert ">kivi-2" in "".join(re.findall("<svg.*?</svg>", part, re.DOTALL))
     assert all(f">{unit}<" in text for unit in ("microseconds", "GiB", "tokens/s"))
+    assert "first token, new prompt, 16 x 4K tokens" in text  # longer ones run into the next chart
+    assert "<span>--method</span>" in text  # a line does not end within an option
     assert len(text.encode()) < 2 * 2**20
 
 
