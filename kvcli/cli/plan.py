@@ -55,14 +55,13 @@ class PlanOptions(CacheOptions):
 
 def run(options: PlanOptions, output: Output) -> None:
     """Say what calibrating and generating will take, from a model's config alone; no weights are needed."""
+    memory = parse_size(options.memory)
+    planned, plans = method_plans(options, options.method)
     import torch
 
     from kvcli.calibrate.config import CollectConfig
     from kvcli.plan.memory import calibration
 
-    memory = parse_size(options.memory)
-    chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
-    planned, plans = method_plans(options, chosen)
     program = plans[0].program_bytes
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
     budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
@@ -91,10 +90,13 @@ def run(options: PlanOptions, output: Output) -> None:
 
 
 def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedModel, list[MethodPlan]]:
-    """The model, and what the baseline and methods need on it.
+    """The model, and what the baseline and methods, or those that kvcli compares, need on it.
 
     UsageError: no such device, method or setting; ModelError: no such model.
     """
+    settings = parse_settings(options.setting)
+    if names:  # before torch is imported
+        check_methods([(name, {}) for name in [BASELINE, *names]], settings)
     import torch
 
     from kvcli.machine import resident_bytes
@@ -112,8 +114,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
     config = model_config(options.model, options.base_config, options.model_revision)
     planned = PlannedModel(options.model, config, dtype, device)
-    names = list(dict.fromkeys([BASELINE, *names]))
-    settings = parse_settings(options.setting)
+    names = list(dict.fromkeys([BASELINE, *(names or [x for name in METHODS for x in get_method(name).bench])]))
     check_methods([(name, {}) for name in names], settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
