@@ -16,7 +16,7 @@ FISHER_SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
 
 GRADIENT_COST = 4
-"""How many tokens without gradients take as long as one with."""
+"""How many tokens without gradients take as long as one with, at least: where weights are few, attention adds to it."""
 
 _PART_BYTES = 512 * 2**20
 

@@ -42,8 +42,8 @@ class CalibrateOptions(ModelOptions):
     fisher_tokens: int = Field(
         default=32768,
         ge=0,
-        description="tokens whose gradients tell what errors cost, each in the time of 4 others; 0: all layers get the "
-        "same bits",
+        description="tokens whose gradients tell what errors cost, each in the time of 4 others or more; 0: all layers "
+        "get the same bits",
     )
     batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
     layer_window: int = Field(

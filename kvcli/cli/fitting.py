@@ -63,7 +63,7 @@ def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:
 def fit_time(model: str, method: str) -> str:
     """About how long `--fit` takes, in words; empty where the model's config or weights are not on this machine.
 
-    Two cores were seen to take 15 ps for a weight and a token, four times that with gradients.
+    Two cores were seen to take 15 ps for a weight and a token, with gradients four times that and 40 ns for a score.
     """
     config_cls, recorded = get_config(parse_name(method)[0]), calibrate.CalibrateOptions.model_fields["tokens"].default
     folder = copy_folder(BUILTIN_MODELS[model]) if model in BUILTIN_MODELS else Path(model).expanduser()
@@ -71,8 +71,10 @@ def fit_time(model: str, method: str) -> str:
         config = json.loads((folder / "config.json").read_text())
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * recorded
+        scores = 1024 * config["num_hidden_layers"] * config["num_attention_heads"]
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    seconds = 1.5e-11 * weights * (recorded + 4 * config_cls.fisher_tokens) + 1e-6 * config_cls.fit_us * values / 2
+    seconds = 1.5e-11 * weights * recorded + 1e-6 * config_cls.fit_us * values / 2
+    seconds += (6e-11 * weights + 4e-8 * scores) * config_cls.fisher_tokens
     return f", roughly {max(1, round(seconds / 60))} minutes on 2 CPU cores, a few on a GPU"
