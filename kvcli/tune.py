@@ -109,8 +109,8 @@ class Trial:
 class Judge:
     """Measures methods on texts, that of the search and that of the verdict: token ids, int64 [sequences, length].
 
-    What the file `path` holds is not measured again. The `options` have `chunk` and `batch_size`; `total` is how many
-    tokens are read in all, at most.
+    What the file `path` holds is not measured again. The `options` have `chunk` and `batch_size`; `count` measurements
+    are made at most, which read `total` tokens.
     """
 
     options: Any
@@ -118,8 +118,10 @@ class Judge:
     goal: Goal
     texts: tuple[torch.Tensor, torch.Tensor]
     path: Path
+    count: int
     total: int
     reporter: Reporter
+    _tried: set[str] = field(default_factory=set)
     _reports: dict[bool, Any] = field(default_factory=dict)
 
     def plan(self, case: Case) -> CachePlan:
@@ -140,11 +142,13 @@ class Judge:
         model = {"fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype)}
         key = json_sha256({**made, **model, "tokens": text.tolist()})
         known = next((x for x in read_records(self.path) if x.get("key") == key), None)
+        self._tried.add(key)
         if known is None:
             first, started = not self._reports, time.perf_counter()
             if verdict not in self._reports:
                 self._reports[verdict] = scored(self.options, self.loaded, text, self.reporter)
-            with self.reporter.progress(case.label, text.numel(), "tokens") as advance:
+            label = f"{len(self._tried)} of {self.count}, {case.label}"
+            with self.reporter.progress(label, text.numel(), "tokens") as advance:
                 blocks = self._reports[verdict](case, None, advance).scores.blocks()
             seconds = time.perf_counter() - started
             known = {"key": key, "label": case.label, **made, "verdict": verdict, "seconds": seconds, "blocks": blocks}

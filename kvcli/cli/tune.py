@@ -110,7 +110,7 @@ def run(options: TuneOptions, output: Output) -> None:
     verdict = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
     total = search * texts[0].numel() + verdict * texts[1].numel()
     output.say(f"at most {search + verdict} measurements, of {total} tokens in all")
-    judge = Judge(options, loaded, goal, texts, path.with_suffix(".jsonl"), total, output)
+    judge = Judge(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + verdict, total, output)
     best, trials = tune(bases, fitted, judge)
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,10 @@ def test_a_search_that_was_stopped_goes_on(command_model: LoadedModel, monkeypat
 def test_methods_are_compared_before_layers_are_searched(command_model: LoadedModel) -> None:
     done = invoke("tune", *TINY, "--setting", "group_size=8", "--max-kld", "0.05")
     assert done.exit_code == 0, done.output
-    assert "measurements, of" in done.stderr
+    most = int(re.findall(r"at most (\d+) measurements, of", done.stderr)[0])
+    numbers = [int(x) for x in re.findall(rf"^(\d+) of {most}, ", done.stderr, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    assert numbers[-1] <= most
     assert "left out: " not in done.stderr
     records = [json.loads(line) for line in Path("runs/smollm2-135m/recipe.jsonl").read_text().splitlines()]
     searched = {x["method"] for x in records if isinstance(x["settings"].get("k_bits"), list)}
