@@ -134,10 +134,15 @@ def table(suite: str, rows: Records) -> DataTable:
 
 
 def named(rows: Records) -> list[tuple[str, Row]]:
-    """Rows with names: the method, or label and options where several have it; of rows that are alike the last one."""
+    """Rows with names: the method, or label and options where several have it; of rows that are alike the last one.
+
+    A row of a recipe has the recipe's name before the method.
+    """
     same: dict[str, dict[str, Row]] = {}
     for row in rows:
-        of = UNCOMPRESSED if row.get("label") == UNCOMPRESSED else str(row["method"])
+        of, label = str(row["method"]), row.get("label")
+        recipes = [Path(x).stem for x in (row.get("options") or {}).get("recipe") or ()]
+        of = UNCOMPRESSED if label == UNCOMPRESSED else f"{label} ({of})" if label in recipes else of
         same.setdefault(of, {})[repr(_traits(row))] = row
     return [(_name(method, row, [*alike.values()]), row) for method, alike in same.items() for row in alike.values()]
 

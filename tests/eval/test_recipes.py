@@ -19,6 +19,7 @@ from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_method
+from kvcli.report.tables import named
 
 SETTINGS = {"k_bits": [4, 2, 1], "v_bits": [2, 2, 16], "group_size": 8, "residual_length": 8, "sink_length": 2}
 KL = ("--num-sequences", "8", "--seq-len", "64", "--residual-length", "8", "--sink-length", "2")
@@ -62,6 +63,7 @@ def test_commands_follow_a_recipe(recipe: Path) -> None:
     assert longer["memory"]["num_encoded"] < ours["memory"]["num_encoded"]
     rows = result("eval", *KL, "--recipe", str(recipe), *said, "--json")["rows"]
     assert [row["label"] for row in rows] == ["kivi", "r"]
+    assert [name for name, _ in named(rows)] == ["kivi", "r (kivi)"]
     assert rows[0]["kl_mean"] == rows[1]["kl_mean"] > 0
     assert "omit --method" in refused("generate", *prompt[:-1], "--recipe", str(recipe), "--method", "rtn-2")
 
