@@ -402,10 +402,13 @@ def test_layers_in_full_precision(name: str, tiny_model: Any) -> None:
 
 
 @pytest.mark.usefixtures("stale_pages")
-@pytest.mark.parametrize("name", ["kivi", "turboquant"])
-def test_a_recipe_is_followed_with_bits_by_layer_and_exact_layers(name: str, tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "recent"), [("kivi", 32), ("turboquant", 7)])
+def test_a_recipe_is_followed_with_bits_by_layer_and_exact_layers(
+    name: str, recent: int, tiny_model: Any, tmp_path: Path
+) -> None:
     """And with the recipe's own sinks and recent tokens, which can be changed."""
-    settings: dict[str, Any] = {"k_bits": [4, 16, 2], "v_bits": [2, 16, 16], "sink_length": 3, "residual_length": 32}
+    settings: dict[str, Any] = {"k_bits": [4, 16, 2], "v_bits": [2, 16, 16], "sink_length": 3}
+    settings["residual_length"] = recent
     path, prompts = tmp_path / "r.yaml", prompts_of(tiny_model, 20, 2, 70, 100)
     recipe = Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method=name, settings=settings)
     recipe.save(path)
@@ -413,11 +416,11 @@ def test_a_recipe_is_followed_with_bits_by_layer_and_exact_layers(name: str, tin
         ours = generated(tiny_model, prompts, page_size=32)
     check_all(tiny_model, name, prompts, ours, **settings)
     if name == "turboquant":
-        with enable(tiny_model, recipe=path, residual_length=7):
-            shorter = generated(tiny_model, prompts, page_size=32)
-        check_all(tiny_model, name, prompts, shorter, **{**settings, "residual_length": 7})
+        with enable(tiny_model, recipe=path, residual_length=20):
+            longer = generated(tiny_model, prompts, page_size=32)
+        check_all(tiny_model, name, prompts, longer, **{**settings, "residual_length": 20})
         with pytest.raises(AssertionError):
-            check_all(tiny_model, name, prompts, shorter, **settings)
+            check_all(tiny_model, name, prompts, longer, **settings)
 
 
 def test_a_recipe_of_another_model_or_beside_a_method_is_refused(tiny_model: Any, tmp_path: Path) -> None:
