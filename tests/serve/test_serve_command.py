@@ -19,7 +19,11 @@ from console import METHOD, refused
 from factories import make_model
 from served import answered, request, until
 
+from kvcli.cli.output import Output
+from kvcli.cli.serve import ServeOptions, _engine
 from kvcli.contexts import ContextStore
+from kvcli.models import load_model
+from kvcli.recipe import Recipe
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 
@@ -96,6 +100,19 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
         assert f"stores none; omit {name}" in refused(*serve, "--continuous", name, *value)
     assert "omit --store-per-key" in refused(*serve, "--continuous", "--store-per-key", "--api-key-file", str(key))
     assert "codes of method 'qjl' depend on" in refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
+
+
+def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Path) -> None:
+    """But for its `flush_block`, which pages do not have."""
+    settings = {"k_bits": [4, 3, 2], "v_bits": 2, "sink_length": 2, "residual_length": 8, "flush_block": 4}
+    recipe = Recipe(
+        model=str(folder), fingerprint=load_model(str(folder)).fingerprint, method="turboquant", settings=settings
+    )
+    recipe.save(tmp_path / "r.yaml")
+    options, output = ServeOptions(recipe=tmp_path / "r.yaml", continuous=True), Output(quiet=True)
+    with _engine(options, {"hot_bytes": 2**24}, output, print) as (_, engine, _):
+        config = engine.session.config
+    assert {name: getattr(config, name) for name in settings} == {**settings, "k_bits": (4, 3, 2), "flush_block": 0}
 
 
 @pytest.mark.parametrize("option", ["--no-store", "--continuous"])
