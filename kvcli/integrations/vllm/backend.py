@@ -84,14 +84,16 @@ class Layers:
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
         rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
         residual_length = settings.values.get("residual_length", RESIDUAL_LENGTH)
-        self.windows = Windows(rings, residual_length, self.group, device)
+        self.make_windows = partial(Windows, rings, residual_length, self.group, device)
+        self.windows = list[Windows]()
         self.num_heads = codecs[0].key.spec.num_heads
         self._passes = 0
 
     def check(self) -> None:
         """CacheError: numbers of the passes so far exceed the range of the codes, or exact keys are lost."""
         self.ranges.check()
-        self.windows.check()
+        for windows in self.windows:
+            windows.check()
 
     def check_sometimes(self) -> None:
         """`check`, which waits for the GPU, before every `_CHECKED`-th pass; prompts are looked at after each."""
@@ -166,8 +168,8 @@ class Tokens(AttentionMetadata):
     graph, and is found anew when that is replayed: from tensors of vLLM that stay where they are.
     """
 
-    def __init__(self, layers: Layers, common: CommonAttentionMetadata, page_size: int) -> None:
-        self._layers, self._common, self._size = layers, common, page_size
+    def __init__(self, layers: Layers, common: CommonAttentionMetadata, page_size: int, windows: Windows) -> None:
+        self._layers, self._common, self._size, self._windows = layers, common, page_size, windows
         self.is_decode = common.max_query_len == 1 and common.num_reqs == common.num_actual_tokens
 
     @cached_property
@@ -189,7 +191,7 @@ class Tokens(AttentionMetadata):
             page_size=size,
             group=layers.group,
             sinks=layers.sinks,
-            windows=layers.windows,
+            windows=self._windows,
             null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
             most_rows=max(1, _MOST_SCORES // (tokens * layers.num_heads)),
             has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
@@ -210,6 +212,9 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._layers = layers_of(vllm_config)
+        # there is a builder for all layers whose pages have as many bytes, and each is asked in every pass
+        self._windows = self._layers.make_windows()
+        self._layers.windows.append(self._windows)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -222,7 +227,7 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
         """
         if common_attn_metadata.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
-        tokens = Tokens(self._layers, common_attn_metadata, self.kv_cache_spec.block_size)
+        tokens = Tokens(self._layers, common_attn_metadata, self.kv_cache_spec.block_size, self._windows)
         self._layers.check_sometimes()
         return tokens
 
@@ -264,7 +269,8 @@ class CodesAttention(AttentionImpl[Tokens]):
         layers, layer_idx = layers_of(self._config), extract_layer_index(name)
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
-        shape = layers.windows.count, layers.windows.ring, 2, spec.num_kv_heads, spec.head_dim
+        windows = layers.make_windows()
+        shape = windows.count, windows.ring, 2, spec.num_kv_heads, spec.head_dim
         rings = torch.zeros(shape, dtype=dtype, device=layers.ranges.device)
         self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
         self._last = layers if layer_idx == len(layers.encoders) - 1 else None

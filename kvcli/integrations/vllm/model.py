@@ -18,7 +18,6 @@ from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageEr
 from kvcli.fingerprint import fingerprint
 from kvcli.integrations.pages import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
-from kvcli.integrations.windows import RESIDUAL_LENGTH
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.recipe import Recipe
@@ -124,13 +123,6 @@ def codecs_of(
         raise UsageError(
             "layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages: layer "
             f"{odd[0]} has groups of {groups[odd[0]]} (keys of 16 bits: of 1), others of {max(groups)} tokens"
-        )
-    recent = settings.values.get("residual_length", RESIDUAL_LENGTH) or max(groups) > 1
-    if recent and len({(x.key.bits_per_token(), x.value.bits_per_token()) for x in codecs}) > 1:
-        # layers whose pages have other bytes share no batch, but would share the windows of the requests
-        raise UsageError(
-            "layers with bits of their own have no exact recent tokens in vLLM's pages: say "
-            f"{SETTINGS}='{{\"residual_length\": 0}}', with a method that codes each token alone"
         )
     if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
         raise UsageError(

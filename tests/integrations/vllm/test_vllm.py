@@ -218,25 +218,30 @@ def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tmp_path: Path
         assert config.num_blocks == int(size // (16 * sum(bits) / 8))
 
 
-@pytest.mark.parametrize(
-    "bits",
-    [{"k_bits": 3, "v_bits": 2, "residual_length": 7}, {"k_bits": [4, 16, 2], "v_bits": 16, "residual_length": 0}],
-    ids=["recent tokens", "bits by layer"],
-)
-def test_a_recipe_is_followed(
-    bits: dict[str, Any], tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["turboquant", "kivi"])
+def test_a_recipe_is_followed_with_bits_by_layer(
+    name: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its sinks and recent tokens, and with exact layers."""
-    settings = {**bits, "sink_length": 3}
-    recipe = Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method="turboquant", settings=settings)
+    """And with its sinks and recent tokens; with TurboQuant, layers are exact."""
+    bits = {"turboquant": {"k_bits": [4, 16, 2], "v_bits": 16}, "kivi": {"k_bits": [4, 2, 2], "v_bits": [2, 2, 16]}}
+    settings: dict[str, Any] = {**bits[name], "sink_length": 3, "residual_length": 32}
+    recipe = Recipe(model="tiny", fingerprint=load(tiny_model).fingerprint, method=name, settings=settings)
     recipe.save(tmp_path / "r.yaml")
     monkeypatch.setenv("KVCLI_RECIPE", str(tmp_path / "r.yaml"))
     prompts = prompts_of(tiny_model, 20, 2, 9, 70)
-    with engine(saved(tiny_model, tmp_path)) as llm:
-        found = [answers(llm, [prompt])[0] for prompt in prompts]
-    with kvcli.attach(tiny_model, "turboquant", **settings, flush_block=1) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(tiny_model, session, prompt, answer)
+    with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
+        found = [answers(llm, [prompt], 40)[0] for prompt in prompts]
+        together = answers(llm, prompts, 40)
+    with kvcli.attach(tiny_model, recipe=tmp_path / "r.yaml") as session:
+        codecs = session.codecs
+
+    def after(tokens: int) -> Any:
+        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=3, residual=32, first=tokens))
+
+    for prompt, answer in zip(prompts, found, strict=True):
+        check(tiny_model, after(0), prompt, answer)
+    for prompt, answer in zip(prompts[:3], together, strict=False):
+        check(tiny_model, after(0), prompt, answer)
 
 
 def test_layers_of_vllm_0_26_ask_no_backend(
