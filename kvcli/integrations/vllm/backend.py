@@ -86,6 +86,7 @@ class Layers:
         residual_length = settings.values.get("residual_length", RESIDUAL_LENGTH)
         self.make_windows = partial(Windows, rings, residual_length, self.group, device)
         self.windows = list[Windows]()
+        self.tokens: Tokens | None = None  # of the last pass
         self.num_heads = codecs[0].key.spec.num_heads
         self._passes = 0
 
@@ -169,13 +170,14 @@ class Tokens(AttentionMetadata):
     """
 
     def __init__(self, layers: Layers, common: CommonAttentionMetadata, page_size: int, windows: Windows) -> None:
-        self._layers, self._common, self._size, self._windows = layers, common, page_size, windows
+        self.common, self.windows = common, windows
+        self._layers, self._size = layers, page_size
         self.is_decode = common.max_query_len == 1 and common.num_reqs == common.num_actual_tokens
 
     @cached_property
     def batch(self) -> Batch:
         """What is new."""
-        common, size, layers = self._common, self._size, self._layers
+        common, size, layers = self.common, self._size, self._layers
         if self.is_decode:
             counts = [1] * common.num_reqs
         else:
@@ -191,7 +193,7 @@ class Tokens(AttentionMetadata):
             page_size=size,
             group=layers.group,
             sinks=layers.sinks,
-            windows=self._windows,
+            windows=self.windows,
             null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
             most_rows=max(1, _MOST_SCORES // (tokens * layers.num_heads)),
             has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
@@ -212,7 +214,6 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._layers = layers_of(vllm_config)
-        # there is a builder for all layers whose pages have as many bytes, and each is asked in every pass
         self._windows = self._layers.make_windows()
         self._layers.windows.append(self._windows)
 
@@ -227,8 +228,12 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
         """
         if common_attn_metadata.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
-        tokens = Tokens(self._layers, common_attn_metadata, self.kv_cache_spec.block_size, self._windows)
-        self._layers.check_sometimes()
+        layers, tokens, common = self._layers, self._layers.tokens, common_attn_metadata
+        # there is a builder for all layers whose pages have as many bytes: the first one that is asked finds the tokens
+        # of the pass, with its windows, for those that have the same block table
+        if tokens is None or tokens.common is not common or tokens.windows is self._windows:
+            tokens = layers.tokens = Tokens(layers, common, self.kv_cache_spec.block_size, self._windows)
+            layers.check_sometimes()
         return tokens
 
 
