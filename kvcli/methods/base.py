@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from kvcli.errors import UsageError
 from kvcli.kernels.launch import FP16_MAX
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
@@ -209,6 +210,14 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for buffer in self.buffers():
             if buffer.is_floating_point() and buffer.numel() and not buffer.count_nonzero():
                 buffer.normal_(generator=generator).mul_(max(buffer.shape) ** -0.5)
+
+    def of_rank(self, rank: int, ranks: int) -> Any:
+        """The fitted codec of the kv heads of one process of `ranks`, each of which has as many, one after the other.
+
+        Raises:
+            UsageError: heads of different processes are coded together.
+        """
+        raise UsageError(f"codes are of {self.spec.num_kv_heads} kv heads together, which {ranks} ranks cannot divide")
 
     @abstractmethod
     def bits_per_token(self) -> float:

@@ -148,6 +148,13 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         size = max(1, most // group) * group
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
+    def of_rank(self, rank: int, ranks: int) -> LayerCodec:
+        """As `Codec.of_rank`, of keys, values and the constant of keys."""
+        offset = None if self.key_offset is None else self.key_offset.tensor_split(ranks)[rank]
+        codec = LayerCodec(self.key.of_rank(rank, ranks), self.value.of_rank(rank, ranks), offset)
+        codec.rotated, codec.sequence_offset = self.rotated, self.sequence_offset
+        return codec
+
     def use_kernels(self, fused: bool) -> None:
         """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused

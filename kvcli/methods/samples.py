@@ -240,6 +240,17 @@ class LayerSamples:
         others = self.query_rotation, self.key_bias, self.fisher
         return LayerSamples(self.q, self.keys.at(at), self.values.at(at), self.positions[tokens], *others)
 
+    def of_heads(self, group: int, groups: int) -> LayerSamples:
+        """The samples of one of as many equal groups of consecutive heads."""
+
+        def part(x: Tensor) -> Tensor:
+            return x.chunk(groups)[group]
+
+        bias = None if self.key_bias is None else part(self.key_bias)
+        fisher = None if self.fisher is None else LayerFisher(*map(part, vars(self.fisher).values()))
+        keys, values = self.keys.map(part), self.values.map(part)
+        return LayerSamples(part(self.q), keys, values, self.positions, self.query_rotation, bias, fisher)
+
     def rotated_queries(self) -> Tensor:
         """The queries after RoPE, [num_heads, query_tokens, head_dim]."""
         assert self.query_rotation is not None

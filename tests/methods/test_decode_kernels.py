@@ -10,6 +10,7 @@ from parts import DEVICE, FIRST_POSITION, Rotary, make_codec, make_part, random_
 from torch import Tensor
 
 from kvcli.methods.commvq.keys import supports_keys
+from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation
 
@@ -47,6 +48,7 @@ COMMVQ_KEYS = [
     (96, 3, 17, 1, False, {"pairs_per_group": 16}),
     (128, 1, 1, 1, True, {"pairs_per_group": 2, "codebook_size": 256, "num_residuals": 3}),
     (64, 1, 5, 1, False, {"num_residuals": 37, "codebook_size": 2}),
+    (64, 2, 33, 1, True, {"value_groups": 3}),
 ]
 
 
@@ -56,7 +58,7 @@ def test_commvq_keys(case: Any, dtype: torch.dtype) -> None:
     head_dim, batch, length, bits, offset, settings = case
     torch.manual_seed(0)
     _, codec = make_codec(f"commvq-{bits}", 6, 3, head_dim, **settings)
-    assert supports_keys(codec.key)
+    assert supports_keys(codec.key.parts[0] if isinstance(codec.key, KeyGroups) else codec.key)
     if offset:
         codec.key_offset.normal_()
     keys, _ = random_codes(codec, batch, length + 3)

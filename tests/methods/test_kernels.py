@@ -57,6 +57,8 @@ CASES = [
     ("commvq-1", 4, 2, 128, 1, 200, 1, None, {"value_code_bits": 560}),  # 35 words of value bits per token
     ("commvq-1", 2, 2, 64, 3, 130, 1, [130, 70, 64], {"value_code_bits": 144}),
     ("commvq-1", 2, 1, 128, 1, 130, 1, None, {"value_code_bits": 1056}),
+    ("commvq-1", 8, 4, 64, 2, 70, 1, [70, 33], {"value_groups": 2}),
+    ("commvq-2", 3, 3, 64, 1, 40, 2, None, {"value_groups": 3, "key_norm": "per_head"}),
 ]
 
 

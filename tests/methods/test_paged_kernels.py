@@ -47,6 +47,7 @@ CASES = [
     ("commvq-1", 4, 1, 128, 2, 32, [100], FLOAT, {"pairs_per_group": 64}),
     ("commvq-2", 2, 2, 64, 1, 64, [130, 64, 1], HALF, {"pairs_per_group": 16, "key_norm": "per_head"}),
     ("commvq-1", 4, 2, 128, 1, 16, [70], HALF, {"value_code_bits": 560}),  # 35 words of value bits per token
+    ("commvq-1", 8, 4, 64, 1, 16, [75, 0, 33], HALF, {"value_groups": 2}),
     ("commvq-1", 2, 1, 128, 1, 256, [130, 0], HALF, {"codebook_size": 256, "num_residuals": 6}),  # two passes of keys
 ]
 

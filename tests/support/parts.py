@@ -11,6 +11,7 @@ from kvcli.attention.attach import make_config
 from kvcli.kernels.launch import norm_unit
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
+from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
@@ -53,6 +54,10 @@ def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: 
 def random_codes(codec: LayerCodec, batch: int, length: int) -> tuple[Any, Any]:
     """Codes of CommVQ with random books: no fit is needed to compare two ways of reading them."""
     key, value = codec.key, codec.value
+    if isinstance(key, KeyGroups):
+        groups = [random_codes(codec.of_rank(i, len(key.parts)), batch, length) for i in range(len(key.parts))]
+        keys, values = zip(*groups, strict=True)
+        return key.join_codes(keys), value.join_codes(values)
     config, spec = key.config, key.spec
     key.codebook.copy_(torch.randint(-127, 128, key.codebook.shape))
     key.codebook_scale.uniform_(0.001, 0.01)
@@ -75,7 +80,7 @@ def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: l
         queries = torch.randn(batch, heads, length, spec.head_dim, device=DEVICE)
         codec.key.observe(state, queries, keys, torch.full((batch,), float(length), device=DEVICE))
         codec.key.finalize_state(state, list(range(batch)))
-    if hasattr(codec.key, "codebook"):
+    if isinstance(codec.key, KeyGroups) or hasattr(codec.key, "codebook"):
         key_codes, value_codes = random_codes(codec, batch, length)
     else:
         key_codes, value_codes = codec.key.encode(keys, state), codec.value.encode(torch.randn_like(keys))

@@ -34,7 +34,8 @@ def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher
     """
     if config.allocation == "uniform" or fisher is None or config.layer_residuals:
         return config
-    stages, bits = max(1, config.num_residuals // _STEPS), max(1, config.value_code_bits // _STEPS // 16) * 16
+    stages, unit = max(1, config.num_residuals // _STEPS), 16 * config.value_groups
+    bits = max(1, config.value_code_bits // _STEPS // unit) * unit
     stage_bits = spec.kv_dim // 2 // config.pairs_per_group * config.bits_per_code
     budget = spec.num_layers * (config.num_residuals * stage_bits + config.value_code_bits)
     steps = [stages * stage_bits] * spec.num_layers + [bits] * spec.num_layers

@@ -8,6 +8,9 @@ small table. Tuned on one H200, torch 2.11, triton 3.6.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +26,7 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.value_kernels import apply_codebook, bit_sums
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 
 _TILE = 64
@@ -193,13 +197,11 @@ def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
 
 
-CommVQLayer = LayerCodec[CommVQKeyCodec, CommVQValueCodec]
-
-
-def unsupported(codec: CommVQLayer) -> str | None:
+def unsupported(codec: LayerCodec[Any, Any]) -> str | None:
     """Why these kernels cannot read a layer's codes; None if they can."""
-    config, head_dim = codec.key.config, codec.key.spec.head_dim
-    if codec.key.spec.rope.rotary_dim != head_dim:
+    key: CommVQKeyCodec = codec.key.parts[0] if isinstance(codec.key, KeyGroups) else codec.key
+    config, head_dim = key.config, key.spec.head_dim
+    if key.spec.rope.rotary_dim != head_dim:
         return "keys that are rotated in part of their channels"
     if head_dim & (head_dim - 1) or head_dim < 64 or config.pairs_per_group < _LEAST_PAIRS:
         return f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs"
@@ -207,7 +209,9 @@ def unsupported(codec: CommVQLayer) -> str | None:
     return f"{bits} value bits; choose a multiple of 16" if bits % 16 else None
 
 
-def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+def fused_attend(
+    codec: LayerCodec[Any, Any], query: Tensor, encoded: EncodedTokens, scaling: float
+) -> PartialAttention:
     """Attention over CommVQ's codes, an `AttendCodes`; float32 queries are multiplied in float32.
 
     Raises:
@@ -215,23 +219,41 @@ def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scal
     """
     if reason := unsupported(codec):
         raise unsupported_shape(reason)
+    keys, values, offset = codec.key, codec.value, codec.offset
+    if not isinstance(keys, KeyGroups):
+        return _attend(keys, values, offset, query, encoded, scaling)
+    offsets = [None] * len(keys.parts) if offset is None else keys.split(offset)
+    key_codes, value_codes = keys.split_codes(encoded.key_codes), values.split_codes(encoded.value_codes)
+    parts = [replace(encoded, key_codes=x, value_codes=y) for x, y in zip(key_codes, value_codes, strict=True)]
+    groups = zip(keys.parts, values.parts, offsets, keys.split(query), parts, strict=True)
+    out, lse = zip(*(_attend(*group, scaling) for group in groups), strict=True)
+    return torch.cat(out, dim=1), torch.cat(lse, dim=1)
+
+
+def _attend(
+    key: CommVQKeyCodec, value: CommVQValueCodec, offset: Tensor | None, query: Tensor, encoded: EncodedTokens,
+    scaling: float,
+) -> PartialAttention:  # fmt: skip
     fp32_dot = query.dtype == torch.float32
-    scores = key_scores(codec, query, encoded, scaling, fp32_dot)
+    scores = key_scores(key, offset, query, encoded, scaling, fp32_dot)
     if encoded.skip:
         scores[..., : encoded.skip] = float("-inf")
     sums, lse = bit_sums(scores, encoded, fp32_dot)
-    return apply_codebook(codec.value, sums, query.shape, fp32_dot), lse.view(query.shape[:3])
+    return apply_codebook(value, sums, query.shape, fp32_dot), lse.view(query.shape[:3])
 
 
-def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> Tensor:
+def key_scores(
+    key: CommVQKeyCodec, offset: Tensor | None, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool
+) -> Tensor:
     """Scores of all rows of the query, as `fused_attend` has it, and all encoded tokens, in units of log 2.
+
+    `offset` is that of `LayerCodec.offset`.
 
     Returns:
         float32 [batch, num_kv_heads, rows, >= length]; the last axis is rounded up to a multiple of 128, and what is
         beyond the length is not written.
     """
-    key, codes = codec.key, encoded.key_codes
-    spec, config = key.spec, key.config
+    codes, spec, config = encoded.key_codes, key.spec, key.config
     batch, heads, query_len, head_dim = query.shape
     assert encoded.rotations is not None
     heads_per_kv = heads // spec.num_kv_heads
@@ -243,7 +265,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     aligned = pitch % 4 == 0
     packed = codes.packed.view(torch.int32) if aligned else codes.packed
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
-    query, offset, lengths = row_major(query), codec.offset, encoded.lengths
+    query, lengths = row_major(query), encoded.lengths
     if offset is not None:
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
     columns = 16 if fp32_dot else 8

@@ -32,10 +32,18 @@ class CommVQConfig(CacheConfig):
         default=0, ge=0, le=_MOST_RESIDUALS, description="residual stages R of the keys; 0: from bits"
     )
     key_norm: Literal["joint", "per_head"] = Field(
-        default="joint", description="one norm per token for all kv heads, or one per head"
+        default="joint", description="one norm per token for all kv heads (of a value group), or one per head"
     )
     value_code_bits: int = Field(
         default=0, ge=0, le=2**16, description="code bits N_c per token for the values of all kv heads; 0: from bits"
+    )
+
+    value_groups: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="groups of consecutive kv heads, each with a value code and a key norm of its own; with tensor "
+        "parallelism, a multiple of the ranks",
     )
 
     allocation: Literal["fisher", "uniform"] = Field(
@@ -98,15 +106,19 @@ class CommVQConfig(CacheConfig):
         bits = {"num_residuals": self.layer_residuals[layer_idx], "value_code_bits": self.layer_value_bits[layer_idx]}
         return self.model_copy(update={**bits, "layer_residuals": (), "layer_value_bits": ()})
 
+    def for_group(self) -> Self:
+        """The settings of one of the value groups of a layer, of resolved ones."""
+        return self.model_copy(update={"value_groups": 1, "value_code_bits": self.value_code_bits // self.value_groups})
+
     def resolve(self, spec: ModelSpec) -> Self:
         """Fills in what is 0: g = 32, or head_dim/2 if that is no multiple, R the nearest to `bits` * g / log2 N
         (Eq. 21), N_c = `bits` * D (Eq. 10).
 
-        N_c of broken `bits` is rounded to a multiple of 16.
+        N_c of broken `bits` is rounded to a multiple of 16 per value group.
 
         Raises:
-            ValueError: g does not divide head_dim/2, N_c exceeds 16 bits per value, or per-layer settings are not one
-                for each layer.
+            ValueError: g does not divide head_dim/2, N_c exceeds 16 bits per value, value groups do not divide kv heads
+                and N_c, or per-layer settings are not one for each layer.
         """
         pairs = spec.head_dim // 2
         group = min(pairs, self.pairs_per_group or (pairs if pairs % _PAIRS_PER_GROUP else _PAIRS_PER_GROUP))
@@ -114,6 +126,10 @@ class CommVQConfig(CacheConfig):
             raise ValueError(f"pairs_per_group {group} does not divide the {pairs} channel pairs of a head")
         if self.value_code_bits > 16 * spec.kv_dim:
             raise ValueError(f"value_code_bits {self.value_code_bits} exceeds 16 bits for each of {spec.kv_dim} values")
+        if spec.num_kv_heads % self.value_groups:
+            raise ValueError(f"value_groups {self.value_groups} does not divide the {spec.num_kv_heads} kv heads")
+        if any(bits % self.value_groups for bits in (self.value_code_bits, *self.layer_value_bits)):
+            raise ValueError(f"value_groups {self.value_groups} does not divide the value bits of each token")
         counts = {len(self.layer_residuals), len(self.layer_value_bits)}
         if counts not in ({0}, {spec.num_layers}):
             layers = f"{spec.num_layers} layers"
@@ -122,12 +138,12 @@ class CommVQConfig(CacheConfig):
             if not all(1 <= count <= most for count in getattr(self, name)):
                 raise ValueError(f"{name} are from 1 to {most}")
         nearest = round(self.bits * group / math.log2(self.codebook_size))
-        value_bits = self.bits * spec.kv_dim
+        value_bits, unit = self.bits * spec.kv_dim, 16 * self.value_groups
         return self.model_copy(
             update={
                 "pairs_per_group": group,
                 "num_residuals": self.num_residuals or max(1, nearest),
                 "value_code_bits": self.value_code_bits
-                or (int(value_bits) if float(self.bits).is_integer() else max(16, 16 * round(value_bits / 16))),
+                or (int(value_bits) if float(self.bits).is_integer() else max(unit, unit * round(value_bits / unit))),
             }
         )

@@ -16,6 +16,7 @@ from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, s
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport
 from kvcli.methods.samples import LayerSamples
@@ -42,6 +43,8 @@ def fit_layer(
         Warnings name heads whose keys, and layers whose values, have a larger error than a scalar code of as many bits,
         and heads whose codewords are too large.
     """
+    if isinstance(codec.key, KeyGroups):
+        return _fit_groups(codec, train, heldout, config, generator)
     config = codec.key.config  # with this layer's bits
     name, offset = choose_offset(codec.key, train, heldout, config, generator)
     codec.key_offset = offset.clone()
@@ -80,6 +83,24 @@ def fit_layer(
         *compare_with_scalar("values", value_bits, *joined),
         *oversized_books(codec.key),
     ]
+    return FitReport(metrics, tuple(warnings))
+
+
+def _fit_groups(codec: Any, train: LayerSamples, heldout: LayerSamples, *rest: Any) -> FitReport:
+    """`fit_layer` of each value group, on the samples of its heads alone."""
+    count = len(codec.key.parts)
+    groups: list[Any] = [codec.of_rank(index, count) for index in range(count)]
+    reports = [
+        fit_layer(group, train.of_heads(index, count), heldout.of_heads(index, count), *rest)
+        for index, group in enumerate(groups)
+    ]
+    codec.key_offset = torch.cat([group.key_offset for group in groups])
+    metrics = dict(reports[0].metrics)
+    for name in ("key_nmse", "value_nmse"):
+        metrics[name] = [error for report in reports for error in report.metrics[name]]
+    metrics["dead_key_rows"] = sum(report.metrics["dead_key_rows"] for report in reports)
+    metrics["key_offset"] = ", ".join(dict.fromkeys(report.metrics["key_offset"] for report in reports))
+    warnings = [f"value group {i}, {warning}" for i, report in enumerate(reports) for warning in report.warnings]
     return FitReport(metrics, tuple(warnings))
 
 

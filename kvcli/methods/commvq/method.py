@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -11,15 +13,21 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.head_groups import KeyGroups, ValueGroups
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[CommVQKeyCodec, CommVQValueCodec]:
+def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[Any, Any]:
     resolved = config.resolve(spec).for_layer(layer_idx)
     key_offset = torch.zeros(spec.num_kv_heads, spec.head_dim)
-    return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)
+    if resolved.value_groups == 1:
+        return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)
+    heads = {name: getattr(spec, name) // resolved.value_groups for name in ("num_heads", "num_kv_heads")}
+    part, of_group, groups = replace(spec, **heads), resolved.for_group(), range(resolved.value_groups)
+    keys = KeyGroups([CommVQKeyCodec(part, of_group) for _ in groups])
+    return LayerCodec(keys, ValueGroups([CommVQValueCodec(part, of_group) for _ in groups]), key_offset)
 
 
 def _nominal_bits(spec: ModelSpec, config: CommVQConfig) -> tuple[float, float]:
