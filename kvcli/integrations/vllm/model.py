@@ -92,13 +92,11 @@ def codecs_of(
             of another model, a model that is not understood.
     """
     model, spec = skeleton(config), ModelSpec.from_config(config)
-    artifact, recipe, whole = settings.artifact, settings.recipe, spec
+    artifact, recipe, whole, kv_heads = settings.artifact, settings.recipe, spec, spec.num_kv_heads
     if spec.other_layers:
         raise UnsupportedModelError("layers without full attention, such as a sliding window, have no codes in pages")
-    if ranks > 1:
-        if artifact is not None:
-            raise UsageError("codes of an artifact are of all heads together: no tensor parallelism with one")
-        spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, spec.num_kv_heads // ranks))
+    if ranks > 1 and artifact is None:
+        spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
     with_weights, with_biases = bool(artifact or recipe), settings.values.get("key_offset") != "none"
     read_projections(model, weights, with_weights=with_weights, with_biases=with_biases)
     if recipe is not None and weights is not None:
@@ -124,15 +122,34 @@ def codecs_of(
             "layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages: layer "
             f"{odd[0]} has groups of {groups[odd[0]]} (keys of 16 bits: of 1), others of {max(groups)} tokens"
         )
-    if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
-        raise UsageError(
-            f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'
-        )
+    if ranks > 1 and artifact is not None:
+        codecs = _fitted_of_rank(exact, codecs, ranks)
+    elif ranks > 1:
+        first = _rank() * kv_heads // ranks
+        for codec in codecs:
+            if codec.key_offset is not None:  # biases are of all heads
+                codec.key_offset = codec.key_offset[first : first + spec.num_kv_heads]
     if any(codec.needs_rotations for codec in codecs):
         if spec.unrotated:
             raise UnsupportedModelError("some layers of this model have no RoPE; choose a method that codes after RoPE")
         return exact, codecs, rope_of(model)
     return exact, codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
+
+
+def _fitted_of_rank(exact: CacheConfig, codecs: list[LayerCodec], ranks: int) -> list[LayerCodec]:
+    """Fitted codecs of the heads of this process; UsageError: codes are of heads of other processes, too."""
+    try:
+        return [codec.of_rank(_rank(), ranks) for codec in codecs]
+    except UsageError as error:
+        hint = f"; fit with --setting value_groups={ranks}" if hasattr(exact, "value_groups") else ""
+        raise UsageError(f"no tensor parallelism with this artifact: {error}{hint}") from error
+
+
+def _rank() -> int:
+    """Which of the processes that divide heads this one is."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def read_projections(

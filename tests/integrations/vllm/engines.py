@@ -11,6 +11,11 @@ from unittest.mock import patch
 
 import torch
 from engine_answers import NEW_TOKENS, Answer
+from factories import record
+
+from kvcli.artifact import Artifact
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -34,6 +39,22 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             cleanup_dist_env_and_memory()
+
+
+def fitted(model: Any, name: str, folder: Path, **settings: Any) -> Artifact:
+    """An artifact for a model, with its method's example settings and others."""
+    method, samples = get_method(name), record(model, folder / "samples")
+    config = method.config_cls(**{**method.example_settings, **settings}).resolve(samples.spec)
+    fit_recording(samples, method, config, folder / "fit")
+    return assemble([folder / "fit"])
+
+
+def with_biases(model: Any) -> Any:
+    """The model with large biases of its keys, if it has any."""
+    for name, x in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            x.data.normal_().mul_(4)
+    return model
 
 
 def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS) -> list[Answer]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import fitted, with_biases
 from factories import load, make_model
 from families import make
 
-from kvcli.artifact import Artifact
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
@@ -152,10 +151,7 @@ def test_the_mean_of_a_sequence_is_refused_with_what_to_say() -> None:
 
 
 def test_biases_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
-    model = make_model("qwen2")
-    for name, x in model.named_parameters():
-        if name.endswith("k_proj.bias"):
-            x.data.normal_()
+    model = with_biases(make_model("qwen2"))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for codec, layer in zip(codecs(model, "rtn-4", tmp_path), model.model.layers, strict=True):
@@ -168,19 +164,42 @@ def test_biases_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
     assert all(codec.key_offset is None for codec in codecs(model, "rtn-4"))  # random weights
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 def test_heads_of_one_process_have_codecs_of_their_own(
-    tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+    rank: int, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Codes of an artifact are of all heads together, and so are biases."""
+    monkeypatch.setattr("kvcli.integrations.vllm.model._rank", lambda: rank)
     assert codecs(tiny_model, "turboquant-3", ranks=2)[0].key.spec.num_kv_heads == 1
     assert codecs(tiny_model, "turboquant-3", ranks=4)[0].key.spec.num_kv_heads == 1
-    artifact = tiny_artifact(get_method("commvq"))
-    with pytest.raises(UsageError, match="no tensor parallelism"):
-        codecs_of(tiny_model.config, Settings("commvq", artifact, {}), 2, None)
-    model = make_model("qwen2")
+    artifact = fitted(tiny_model, "commvq", tmp_path, value_groups=2, key_offset="mean")
+    for layer_idx, codec in enumerate(codecs_of(tiny_model.config, Settings("commvq", artifact, {}), 2, None)[1]):
+        found = codec.state_dict()
+        for name in ("key", "value"):
+            prefix = f"layers.{layer_idx}.{name}.parts.{rank}."
+            expected = {x[len(prefix) :]: y for x, y in artifact.tensors.items() if x.startswith(prefix)}
+            assert "codebook" in expected
+            assert all(torch.equal(found.pop(f"{name}.{x}"), y) for x, y in expected.items())
+        assert torch.equal(found.pop("key_offset"), artifact.tensors[f"layers.{layer_idx}.key_offset"][[rank]])
+        assert not found
+    model = with_biases(make_model("qwen2"))
     model.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="with tensor parallelism, say KVCLI_SETTINGS"):
-        codecs(model, "rtn-4", tmp_path, ranks=2)
+    for codec, layer in zip(codecs(model, "rtn-4", tmp_path, ranks=2), model.model.layers, strict=True):
+        assert torch.equal(codec.key_offset, layer.self_attn.k_proj.bias.detach().view(2, 16)[[rank]])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "reason"),
+    [
+        ("commvq", 2, "2 kv heads together, which 2 ranks cannot divide; fit with --setting value_groups=2"),
+        ("klt", 2, "2 kv heads together, which 2 ranks cannot divide$"),
+    ],
+)
+def test_codes_of_heads_of_several_processes_are_refused_by_name(
+    name: str, ranks: int, reason: str, tiny_model: Any, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcli.integrations.vllm.model._rank", lambda: 0)
+    with pytest.raises(UsageError, match=f"no tensor parallelism with this artifact: codes are of {reason}"):
+        codecs_of(tiny_model.config, Settings(name, tiny_artifact(get_method(name)), {}), ranks, None)
 
 
 def test_other_layers_and_families_are_refused_by_name() -> None:

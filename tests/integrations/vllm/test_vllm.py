@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
-from engines import answers, engine
-from factories import load, make_model, record
+from engines import answers, engine, fitted, with_biases
+from factories import load, make_model
 from families import make
 
 import kvcli
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.recipe import Recipe
 from kvcli.registry import get_method, parse_method
 
@@ -58,13 +57,6 @@ def forget(llm: Any) -> None:
 def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder / "model")
     return folder / "model"
-
-
-def fitted(model: Any, name: str, folder: Path, **settings: Any) -> Artifact:
-    method, samples = get_method(name), record(model, folder / "samples")
-    config = method.config_cls(**{**method.example_settings, **settings}).resolve(samples.spec)
-    fit_recording(samples, method, config, folder / "fit")
-    return assemble([folder / "fit"])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -296,10 +288,7 @@ def test_families_and_shapes(
     family: str, changes: dict[str, Any], method: str, dtype: str, atol: float, ask: Any, tmp_path: Path
 ) -> None:
     """Biases of keys are not encoded. In 16 bits keys are rounded in different places, which fine codes hardly see."""
-    model, settings = make_model(family, **changes), {}
-    for name, x in model.named_parameters():
-        if name.endswith("k_proj.bias"):
-            x.data.normal_().mul_(4)
+    model, settings = with_biases(make_model(family, **changes)), {}
     if family == "qwen3":
         settings["sequence_offset"] = "none"
     model = model.to(getattr(torch, dtype))
@@ -501,18 +490,19 @@ def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="vLLM binds each process to a core of its own")
-def test_heads_divided_among_processes(
-    ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["turboquant-3", "commvq"])
+def test_heads_divided_among_processes(name: str, ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor parallelism in two processes, which vLLM starts; in each it calls the plugin of the entry point."""
-    ask("turboquant-3")
+    model = with_biases(make_model("qwen2", hidden_size=128, num_attention_heads=8, num_key_value_heads=4))
+    artifact = fitted(model, name, tmp_path / "fit", value_groups=2, key_offset="bias") if name == "commvq" else None
+    ask(name, artifact)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    prompts = prompts_of(tiny_model, 40, 9)
-    with engine(saved(tiny_model, tmp_path), tensor_parallel_size=2) as llm:
+    prompts = prompts_of(model, 40, 9)
+    with engine(saved(model, tmp_path), tensor_parallel_size=2) as llm:
         found = answers(llm, prompts)
-    with session_of(tiny_model, "turboquant-3") as session:
+    with session_of(model, name, artifact) as session:
         for prompt, answer in zip(prompts, found, strict=True):
-            check(tiny_model, session, prompt, answer)
+            check(model, session, prompt, answer)
 
 
 @pytest.mark.parametrize("name", ["klt", "kivi-2"])
