@@ -217,7 +217,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         Raises:
             UsageError: heads of different processes are coded together.
         """
-        raise UsageError(f"codes are of {self.spec.num_kv_heads} kv heads together, which {ranks} ranks cannot divide")
+        raise UsageError(f"{ranks} ranks cannot divide codes of {self.spec.num_kv_heads} kv heads")
 
     @abstractmethod
     def bits_per_token(self) -> float:

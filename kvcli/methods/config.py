@@ -182,6 +182,13 @@ class KLTConfig(CacheConfig):
         description="bits of the bands of each layer's kv heads, most first; default: where errors cost most",
     )
     value_fields: tuple[tuple[tuple[int, ...], ...], ...] = Field(default=(), description="the same of values")
+    head_groups: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="groups of consecutive kv heads whose codes have equally many bytes in each layer; with tensor "
+        "parallelism, a multiple of the ranks",
+    )
 
     @model_validator(mode="after")
     def _fields_of_both(self) -> Self:
@@ -193,8 +200,10 @@ class KLTConfig(CacheConfig):
         """The same settings.
 
         Raises:
-            ValueError: fields that are not those of each layer and kv head.
+            ValueError: fields that are not those of each layer and kv head, or groups that do not divide the heads.
         """
+        if spec.num_kv_heads % self.head_groups:
+            raise ValueError(f"head_groups {self.head_groups} does not divide the {spec.num_kv_heads} kv heads")
         for fields in (self.key_fields, self.value_fields):
             if fields and [*map(len, fields)] != [spec.num_kv_heads] * spec.num_layers:
                 raise ValueError(f"fields take {spec.num_kv_heads} kv heads for each of {spec.num_layers} layers")

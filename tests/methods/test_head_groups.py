@@ -188,7 +188,7 @@ def test_groups_that_cannot_be_are_refused(settings: dict[str, Any], message: st
 @pytest.mark.parametrize(("groups", "ranks"), [(1, 2), (2, 4), (4, 3)])
 def test_ranks_that_do_not_divide_groups_are_refused(groups: int, ranks: int) -> None:
     codec = METHOD.build(SPEC, CONFIG.model_copy(update={"value_groups": groups}), 0)
-    with pytest.raises(UsageError, match=f"of {4 // groups} kv heads together, which {ranks} ranks cannot divide"):
+    with pytest.raises(UsageError, match=f"{ranks} ranks cannot divide codes of {4 // groups} kv heads"):
         codec.of_rank(0, ranks)
 
 

@@ -61,8 +61,14 @@ def test_an_offset_is_taken_off_and_added_exactly(name: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("name", "settings"), [("commvq-1", {}), ("commvq-1", {"value_groups": 2}), ("qjl", {})])
-@pytest.mark.parametrize(("length", "query_len", "lengths"), [(1, 1, None), (131, 3, [131, 64]), (200, 1, None)])
+@pytest.mark.parametrize(
+    ("name", "settings", "length", "query_len", "lengths"),
+    [
+        *[("commvq-1", {}, *case) for case in ((1, 1, None), (131, 3, [131, 64]), (200, 1, None))],
+        *[("qjl", {}, *case) for case in ((1, 1, None), (131, 3, [131, 64]), (200, 1, None))],
+        ("commvq-1", {"value_groups": 2}, 33, 2, [33, 20]),
+    ],
+)
 def test_kernels_add_the_offset(
     name: str, settings: dict[str, Any], dtype: torch.dtype, length: int, query_len: int, lengths: list[int] | None
 ) -> None:

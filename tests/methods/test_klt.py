@@ -13,7 +13,7 @@ from factories import make_spec
 from torch import Tensor, nn
 
 from kvcli.attention.reference import unrotate
-from kvcli.errors import ConfigError
+from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.klt.codec import KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
 from kvcli.methods.klt.method import KLTConfig, allocate
@@ -165,6 +165,35 @@ def test_heads_share_bits_with_the_least_error(bits: float, seed: int) -> None:
     ours = sum(best_fields(x, sum(fields) // 8)[0] for x, fields in zip(costs, chosen, strict=True))
     assert ours == pytest.approx(least)
     assert [best_fields(x, sum(fields) // 8)[1] for x, fields in zip(costs, chosen, strict=True)] == chosen
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_of_heads_share_bits_evenly_with_the_least_error(groups: int) -> None:
+    """Against all numbers of bytes of two layers of 4 heads, of which groups of heads have equally many."""
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.randn(8, BANDS, generator=generator, dtype=torch.float64).mul(3).exp().sort(-1, True).values
+    chosen = share([*costs], 2.2, 4 // groups, groups)
+    counts = [sum(fields) // 8 for fields in chosen]
+    total = 8 + (round(2.2 * 8) - 8) // groups * groups
+    assert sum(counts) == total
+    errors = [[best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
+
+    def even(layer: tuple[int, ...]) -> bool:
+        return len({sum(layer[first : first + 4 // groups]) for first in range(0, 4, 4 // groups)}) == 1
+
+    layers = [way for way in itertools.product(range(1, 5), repeat=4) if even(way)]
+    by_layer = [
+        {n: min(cost(way, errors[first : first + 4]) for way in layers if sum(way) == n) for n in {*map(sum, layers)}}
+        for first in (0, 4)
+    ]
+    least = min(x + by_layer[1][total - n] for n, x in by_layer[0].items() if total - n in by_layer[1])
+    assert even(tuple(counts[:4]))
+    assert even(tuple(counts[4:]))
+    assert cost(tuple(counts), errors) == pytest.approx(least)
+
+
+def cost(counts: tuple[int, ...], errors: list[list[float]]) -> float:
+    return sum(of_head[count - 1] for of_head, count in zip(errors, counts, strict=True))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -532,3 +561,30 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         KLTConfig(key_fields=fields, value_fields=fields).resolve(make_spec())
     with pytest.raises(ConfigError, match="--query-tokens above 0"):
         fitted(samples(queries=0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_rank_has_the_codes_of_its_heads(rank: int, recorded: bool) -> None:
+    data = with_fisher(samples()) if recorded else samples()
+    codec, _ = fitted(data, bits=1.5, head_groups=2)
+    part, x = codec.of_rank(rank, 2), data.k[:, :50].unsqueeze(0)
+    assert codec.key_offset is not None
+    assert part.key_offset is not None
+    assert torch.equal(part.key_offset, codec.key_offset[[rank]])
+    for whole, alone in ((codec.key, part.key), (codec.value, part.value)):
+        codes, of_head = whole.encode(x), alone.encode(x[:, [rank]])
+        assert torch.equal(codes.packed.chunk(2, -1)[rank], of_head.packed)
+        assert torch.equal(codes.gain[:, [rank]], of_head.gain)
+        torch.testing.assert_close(whole.decode(codes)[:, [rank]], alone.decode(of_head))
+        assert 2 * alone.bits_per_token() == whole.bits_per_token()
+
+
+def test_ranks_whose_codes_have_other_sizes_are_refused() -> None:
+    codec, _ = fitted(with_fisher(samples()), bits=1.5)
+    with pytest.raises(UsageError, match=r"heads of 2 ranks have different bytes \(2, 4\)"):
+        codec.of_rank(0, 2)
+    with pytest.raises(UsageError, match="3 ranks cannot divide codes of 2 kv heads"):
+        codec.of_rank(0, 3)
+    with pytest.raises(ValueError, match="head_groups 3 does not divide the 2 kv heads"):
+        get_method("klt").build(make_spec(), KLTConfig(head_groups=3), 0)

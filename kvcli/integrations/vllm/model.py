@@ -141,7 +141,8 @@ def _fitted_of_rank(exact: CacheConfig, codecs: list[LayerCodec], ranks: int) ->
     try:
         return [codec.of_rank(_rank(), ranks) for codec in codecs]
     except UsageError as error:
-        hint = f"; fit with --setting value_groups={ranks}" if hasattr(exact, "value_groups") else ""
+        names = [name for name in ("value_groups", "head_groups") if hasattr(exact, name)]
+        hint = "".join(f"; fit with --setting {name}={ranks}" for name in names)
         raise UsageError(f"no tensor parallelism with this artifact: {error}{hint}") from error
 
 

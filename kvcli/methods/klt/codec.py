@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from kvcli.errors import UsageError
 from kvcli.kernels.launch import TINY
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, STEPS, UNIT_GAIN, Fields, places
@@ -108,6 +110,20 @@ class _KLT(Codec[KLTCodes, None]):
         self.register_buffer("mean", torch.zeros(spec.num_kv_heads, spec.head_dim))
         self._inverse: CachedFromBuffers[Tensor] = CachedFromBuffers()
         self._tables: CachedFromBuffers[Tables] = CachedFromBuffers()
+
+    def of_rank(self, rank: int, ranks: int) -> Self:
+        if self.spec.num_kv_heads % ranks:
+            super().of_rank(rank, ranks)
+        count = self.spec.num_kv_heads // ranks
+        sizes = {sum(self.num_bytes[first : first + count]) for first in range(0, ranks * count, count)}
+        if len(sizes) > 1:
+            each = ", ".join(map(str, sorted(sizes)))
+            raise UsageError(f"codes of the heads of {ranks} ranks have different bytes ({each})")
+        heads = slice(rank * count, (rank + 1) * count)
+        spec = replace(self.spec, num_heads=self.spec.num_heads // ranks, num_kv_heads=count)
+        part = type(self)(spec, self.fields[heads])
+        part.basis, part.mean = self.basis[heads], self.mean[heads]
+        return part
 
     def bits_per_token(self) -> float:
         return float(8 * (sum(self.num_bytes) + self.spec.num_kv_heads))

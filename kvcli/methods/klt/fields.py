@@ -7,6 +7,7 @@ crosses the border of one, so that a single mask takes the codes of a band out o
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations_with_replacement
@@ -92,22 +93,32 @@ def _distortions(num_bytes: int) -> Tensor:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def share(costs: Sequence[Tensor], bits: float) -> list[Fields]:
+def share(costs: Sequence[Tensor], bits: float, heads: int = 1, groups: int = 1) -> list[Fields]:
     """The fields of each head, of `bits` per value on average, with the least sum of all errors.
 
-    Bytes go one by one to the head whose error falls most by the next one. `costs` are as in `best_fields`.
+    Bytes go one by one to the head whose error falls most by the next one; with several groups in a layer, of `heads`
+    consecutive heads each, to such a head of each of them at once, so that they have equally many. What is left then,
+    less than a byte per group, is not used. `costs` are as in `best_fields`.
     """
     tables = [[best_fields(x, n) for n in range(1, MOST_BYTES + 1)] for x in costs]
     counts = [1] * len(tables)
 
     def gain(head: int) -> float:
+        if counts[head] == MOST_BYTES:
+            return -math.inf
         return tables[head][counts[head] - 1][0] - tables[head][counts[head]][0]
 
-    heap = [(-gain(head), head) for head in range(len(tables))]
+    def step(layer: int) -> tuple[float, int, list[int]]:
+        """What the next bytes of a layer cost, and whose they are."""
+        starts = range(layer * groups * heads, (layer + 1) * groups * heads, heads)
+        best = [max(range(start, start + heads), key=gain) for start in starts]
+        return -sum(map(gain, best)), layer, best
+
+    heap = [step(layer) for layer in range(len(tables) // (groups * heads))]
     heapq.heapify(heap)
-    for _ in range(round(bits * len(tables)) - len(tables)):
-        _, head = heapq.heappop(heap)
-        counts[head] += 1
-        if counts[head] < MOST_BYTES:
-            heapq.heappush(heap, (-gain(head), head))
+    for _ in range((round(bits * len(tables)) - len(tables)) // groups):
+        _, layer, best = heap[0]
+        for head in best:
+            counts[head] += 1
+        heapq.heapreplace(heap, step(layer))
     return [table[count - 1][1] for table, count in zip(tables, counts, strict=True)]

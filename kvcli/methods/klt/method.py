@@ -50,8 +50,9 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
     """
     if config.key_fields:
         return config
+    groups = spec.num_kv_heads // config.head_groups, config.head_groups
     if fisher is None:
-        shares = [_shares_without_fisher(spec.num_layers * spec.num_kv_heads, config.bits)] * 2
+        shares = [_shares_without_fisher(spec.num_layers * spec.num_kv_heads, config.bits, *groups)] * 2
     else:
         rotary_dim = spec.rope.rotary_dim
         angles = spec.rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -59,14 +60,14 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
         values = _weighted([_value_transform(x.value_unweighted, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
         moved = int(min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits) * len(keys)) / len(keys)
-        shares = [share(keys, config.bits - moved), share(values, config.bits + moved)]
+        shares = [share(keys, config.bits - moved, *groups), share(values, config.bits + moved, *groups)]
     fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
 
 
 @cache
-def _shares_without_fisher(heads: int, bits: float) -> list[Fields]:
-    return share([0.5 ** torch.arange(BANDS, dtype=torch.float64, device="cpu")] * heads, bits)
+def _shares_without_fisher(count: int, bits: float, heads: int, groups: int) -> list[Fields]:
+    return share([0.5 ** torch.arange(BANDS, dtype=torch.float64, device="cpu")] * count, bits, heads, groups)
 
 
 def _weighted(transforms: Sequence[Transform], evenness: float) -> list[Tensor]:
@@ -143,7 +144,7 @@ def _moments(samples: TokenBlocks) -> tuple[Tensor, Tensor]:
 
 
 def _build(spec: ModelSpec, config: KLTConfig, layer_idx: int) -> KLTLayer:
-    resolved = allocate(spec, config, None)
+    resolved = allocate(spec, config.resolve(spec), None)
     fields = resolved.key_fields[layer_idx], resolved.value_fields[layer_idx]
     return LayerCodec(KLTKey(spec, fields[0]), KLTValue(spec, fields[1]), torch.zeros(spec.num_kv_heads, spec.head_dim))
 

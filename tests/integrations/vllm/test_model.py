@@ -16,7 +16,6 @@ from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
 from kvcli.integrations.vllm.model import Settings, codecs_of
 from kvcli.recipe import Recipe, artifact_sha256
-from kvcli.registry import get_method
 
 
 @pytest.fixture(autouse=True)
@@ -188,18 +187,21 @@ def test_heads_of_one_process_have_codecs_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "reason"),
+    ("name", "reason"),
     [
-        ("commvq", 2, "2 kv heads together, which 2 ranks cannot divide; fit with --setting value_groups=2"),
-        ("klt", 2, "2 kv heads together, which 2 ranks cannot divide$"),
+        ("commvq", "2 ranks cannot divide codes of 2 kv heads; fit with --setting value_groups=2"),
+        ("klt", r"the heads of 2 ranks have different bytes \(.*\); fit with --setting head_groups=2"),
+        ("oscar", "2 ranks cannot divide codes of 2 kv heads$"),
     ],
 )
 def test_codes_of_heads_of_several_processes_are_refused_by_name(
-    name: str, ranks: int, reason: str, tiny_model: Any, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, reason: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcli.integrations.vllm.model._rank", lambda: 0)
-    with pytest.raises(UsageError, match=f"no tensor parallelism with this artifact: codes are of {reason}"):
-        codecs_of(tiny_model.config, Settings(name, tiny_artifact(get_method(name)), {}), ranks, None)
+    # 9 bytes per channel of a band for 6 heads
+    artifact = fitted(tiny_model, name, tmp_path, **({"bits": 1.5} if name == "klt" else {}))
+    with pytest.raises(UsageError, match=f"no tensor parallelism with this artifact: .*{reason}"):
+        codecs_of(tiny_model.config, Settings(name, artifact, {}), 2, None)
 
 
 def test_other_layers_and_families_are_refused_by_name() -> None:

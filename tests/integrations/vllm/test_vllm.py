@@ -490,11 +490,20 @@ def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="vLLM binds each process to a core of its own")
-@pytest.mark.parametrize("name", ["turboquant-3", "commvq"])
-def test_heads_divided_among_processes(name: str, ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("turboquant-3", {}),
+        ("commvq", {"value_groups": 2, "key_offset": "bias"}),
+        ("klt", {"head_groups": 2, "bits": 1.5}),
+    ],
+)
+def test_heads_divided_among_processes(
+    name: str, settings: dict[str, Any], ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensor parallelism in two processes, which vLLM starts; in each it calls the plugin of the entry point."""
     model = with_biases(make_model("qwen2", hidden_size=128, num_attention_heads=8, num_key_value_heads=4))
-    artifact = fitted(model, name, tmp_path / "fit", value_groups=2, key_offset="bias") if name == "commvq" else None
+    artifact = fitted(model, name, tmp_path / "fit", **settings) if settings else None
     ask(name, artifact)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     prompts = prompts_of(model, 40, 9)
