@@ -172,6 +172,22 @@ def test_bits_are_shared_evenly_in_words_of_a_group(bits: float) -> None:
     assert all(share % 64 == 0 for share in shares)
 
 
+def test_a_layer_whose_costs_are_in_one_group_gets_more_bits() -> None:
+    """Of two layers with the same channels, one has the large ones in one head, which gets a quarter of the bits."""
+    sizes = torch.cat((torch.full((16,), 100.0), torch.full((48,), 1e-3)))
+    even, uneven = (torch.diag_embed(x) for x in (sizes.view(16, 4).T, sizes.view(4, 16)))
+    unit = torch.eye(16).repeat(4, 1, 1)
+    fisher = [LayerFisher(unit, unit, unit, x, x, unit) for x in (even, uneven)]
+    spec = replace(SPEC, num_layers=2)
+
+    def shares(groups: int) -> tuple[int, ...]:
+        return allocate(spec, CommVQConfig(bits=2, value_groups=groups).resolve(spec), fisher).layer_value_bits
+
+    joint, grouped = shares(1), shares(4)
+    assert abs(joint[0] - joint[1]) <= 16
+    assert grouped[1] > 2 * grouped[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -41,7 +41,11 @@ def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher
     steps = [stages * stage_bits] * spec.num_layers + [bits] * spec.num_layers
     spectra = [key_spectrum(layer, spec) for layer in fisher] + [value_spectrum(layer) for layer in fisher]
     most = [max(1, _MOST_BITS * spec.kv_dim // step) for step in steps]
-    costs = [distortion(x, torch.arange(n + 1) * step) for x, n, step in zip(spectra, most, steps, strict=True)]
+    groups = [1] * spec.num_layers + [config.value_groups] * spec.num_layers
+    costs = [
+        torch.stack([distortion(part, torch.arange(n + 1) * (step // count)) for part in x.chunk(count)]).sum(0)
+        for x, n, step, count in zip(spectra, most, steps, groups, strict=True)
+    ]
     counts = [1] * len(steps)
     budget -= sum(steps)
 
