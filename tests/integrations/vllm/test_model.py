@@ -16,6 +16,7 @@ from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
 from kvcli.integrations.vllm.model import Settings, codecs_of
 from kvcli.recipe import Recipe, artifact_sha256
+from kvcli.registry import get_method
 
 
 @pytest.fixture(autouse=True)
