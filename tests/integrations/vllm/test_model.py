@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from engines import fitted, with_biases
 from factories import load, make_model
 from families import make
 
+from kvcli.artifact import Artifact
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
