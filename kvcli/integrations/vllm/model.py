@@ -125,9 +125,9 @@ def codecs_of(
     if ranks > 1 and artifact is not None:
         codecs = _fitted_of_rank(exact, codecs, ranks)
     elif ranks > 1:
-        first = _rank() * kv_heads // ranks
         for codec in codecs:
             if codec.key_offset is not None:  # biases are of all heads
+                first = _rank() * kv_heads // ranks
                 codec.key_offset = codec.key_offset[first : first + spec.num_kv_heads]
     if any(codec.needs_rotations for codec in codecs):
         if spec.unrotated:
