@@ -131,3 +131,25 @@ def test_the_last_tokens_of_a_prompt_go_into_its_ring() -> None:
     assert batch.groups.place.tolist() == [*range(8), 0, 1, 2, 0]
     assert batch.groups.token[:4].tolist() == [2, 2, 2, 3]  # sinks do not widen the scale of their group
     assert batch.groups.is_new.all()
+
+
+def test_requests_with_as_many_new_tokens_are_one_part_wherever_they_are() -> None:
+    windows, table = Windows(4, 0, 1, CPU), torch.tensor([[1], [2], [0], [3], [4]])
+    slots = torch.tensor([PAGE + 9, *range(2 * PAGE, 2 * PAGE + 3), 3 * PAGE + 4, *range(4 * PAGE, 4 * PAGE + 3)])
+    lengths = torch.tensor([10, 3, 0, 5, 3])
+    batch = Batch.of(
+        [1, 3, 0, 1, 3], lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=1, sinks=0, windows=windows
+    )
+    ones, threes = batch.parts
+    assert (ones.tokens.tolist(), ones.first) == ([[0], [4]], -1)
+    assert (threes.tokens.tolist(), threes.first) == ([[1, 2, 3], [5, 6, 7]], -1)
+    assert [part.past.tolist() for part in batch.parts] == [[9, 4], [0, 0]]
+    assert [part.pages.table.tolist() for part in batch.parts] == [[[1], [3]], [[2], [4]]]
+    x = torch.arange(8)
+    assert torch.equal(ones.of(x), ones.tokens)
+    alone = Batch.of(
+        [1, 3, 3], lengths[[0, 1, 4]], table[[0, 1, 4]], slots[[0, 1, 2, 3, 5, 6, 7]], NoRope(8, CPU), page_size=PAGE,
+        group=1, sinks=0, windows=windows,
+    ).parts[1]  # fmt: skip
+    assert alone.first == 1
+    assert torch.equal(alone.of(x), alone.tokens)
