@@ -1,0 +1,109 @@
+"""SmolLM2 in an engine on a CPU: how many tokens fit, how many are found again, and answers beside a session's.
+
+`python -m research.engine_capacity transformers kivi-2 FILE` (or `vllm`) prints a line of JSON; `exact` is the
+engine's own cache. Two prompts begin with the same 512 tokens of the file; 16 tokens of the first answer are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvcli
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.integrations.windows import RESIDUAL_LENGTH
+from kvcli.models import LoadedModel, load_model
+from kvcli.registry import parse_method
+
+NEW_TOKENS, NBYTES = 16, 2**28
+
+
+def prompts_of(loaded: LoadedModel, text: str) -> list[list[int]]:
+    """Two prompts of 576 tokens, of which 512 are the same."""
+    ids = loaded.tokenizer(text)["input_ids"]
+    return [ids[:512] + ids[start : start + 64] for start in (512, 1024)]
+
+
+def in_transformers(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
+    """Capacity, hits and the first answer of `generate_batch`."""
+    from contextlib import nullcontext
+
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from kvcli.integrations import continuous_batching
+
+    model: Any = loaded.model
+    spec = loaded.spec
+    block = page * spec.num_layers * 2 * spec.kv_dim * model.dtype.itemsize
+    config = ContinuousBatchingConfig(page_size=page, num_blocks=NBYTES // block, max_batch_tokens=1024)
+    sampling = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    own = method == "exact"
+    with nullcontext() if own else continuous_batching.enable(loaded, method, artifact=artifact):
+        found = model.generate_batch(prompts[:1], sampling, config, persistent_manager=True)
+        cache = model._cached_continuous_batching_manager.batch_processor.cache
+        hits, allocator = cache.search_prefix_match("second", prompts[1]), cache.cache_allocators["full_attention"]
+        capacity = allocator.num_blocks * allocator.tokens_per_page
+        model.destroy_cached_continuous_batching_manager()
+    answer = list(next(iter(found.values())).generated_tokens)
+    return {"capacity_tokens": capacity, "hits": hits, "answer": answer}
+
+
+def in_vllm(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
+    """The same of `LLM`."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+    if method != "exact":
+        os.environ["KVCLI_ARTIFACT" if artifact else "KVCLI_METHOD"] = str(artifact or method)
+    from vllm import LLM, SamplingParams
+
+    from kvcli.integrations.vllm import register
+
+    register()
+    llm: Any = LLM(
+        str(copy_folder(BUILTIN_MODELS[loaded.name])), dtype="float32", block_size=page, kv_cache_memory_bytes=NBYTES,
+        max_model_len=1024, max_num_batched_tokens=1024, max_num_seqs=4, skip_tokenizer_init=True, enforce_eager=True,
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    outputs = [llm.generate([{"prompt_token_ids": x}], sampling, use_tqdm=False)[0] for x in prompts]
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    capacity = config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size
+    return {
+        "capacity_tokens": capacity,
+        "hits": outputs[1].num_cached_tokens,
+        "answer": list(outputs[0].outputs[0].token_ids),
+    }
+
+
+ENGINES: dict[str, Callable[..., dict[str, Any]]] = {"transformers": in_transformers, "vllm": in_vllm}
+
+
+def main() -> None:
+    """Measures one method in one engine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", choices=[*ENGINES])
+    parser.add_argument("method")
+    parser.add_argument("text", type=Path, help="file of 1100 tokens or more")
+    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--page-size", type=int, default=64)
+    options = parser.parse_args()
+    loaded = load_model("smollm2-135m", dtype=torch.float32)
+    prompts = prompts_of(loaded, options.text.read_text())
+    found = ENGINES[options.engine](loaded, options.method, options.artifact, prompts, options.page_size)
+    answer, row = found.pop("answer"), {"engine": options.engine, "method": options.method, **found}
+    if options.method != "exact":
+        group = {"residual_length": RESIDUAL_LENGTH, "flush_block": 1}
+        name = parse_method(options.method)[0].name if options.artifact else options.method
+        with kvcli.attach(loaded, name, artifact=options.artifact, **group) as session:
+            made = session.generate(torch.tensor([prompts[0]]), max_new_tokens=NEW_TOKENS, eos_token_id=-1)
+        expected = made.sequences[0, -NEW_TOKENS:].tolist()
+        row["equal"] = sum(a == b for a, b in zip(answer, expected, strict=True))
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
