@@ -96,9 +96,9 @@ def main() -> None:
     found = ENGINES[options.engine](loaded, options.method, options.artifact, prompts, options.page_size)
     answer, row = found.pop("answer"), {"engine": options.engine, "method": options.method, **found}
     if options.method != "exact":
-        group = {"residual_length": RESIDUAL_LENGTH, "flush_block": 1}
+        alone = {} if options.method.startswith("kivi") else {"flush_block": 1}  # its keys are in groups
         name = parse_method(options.method)[0].name if options.artifact else options.method
-        with kvcli.attach(loaded, name, artifact=options.artifact, **group) as session:
+        with kvcli.attach(loaded, name, artifact=options.artifact, residual_length=RESIDUAL_LENGTH, **alone) as session:
             made = session.generate(torch.tensor([prompts[0]]), max_new_tokens=NEW_TOKENS, eos_token_id=-1)
         expected = made.sequences[0, -NEW_TOKENS:].tolist()
         row["equal"] = sum(a == b for a, b in zip(answer, expected, strict=True))
