@@ -39,7 +39,18 @@ NOT_RUN = {
 }
 """Pages with commands or programs that no test here runs, and why; their options are checked all the same."""
 
-OTHERS = {"venv", ".", "pip", "pytest", "ruff", "mypy", "lmcache", "vllm", "research.vllm_throughput"}
+OTHERS = {
+    "venv",
+    ".",
+    "pip",
+    "pytest",
+    "ruff",
+    "mypy",
+    "lmcache",
+    "vllm",
+    "research.vllm_throughput",
+    "research.engine_capacity",
+}
 """Programs of others, and one that needs vLLM and a GPU; `.ci/run` calls all but the last three."""
 
 FEW = ("--max-new-tokens", "4")
