@@ -176,7 +176,7 @@ class Tokens(AttentionMetadata):
 
     @cached_property
     def batch(self) -> Batch:
-        """What is new."""
+        """Where the tokens go; rings are given when it is asked for the first time."""
         common, size, layers = self.common, self._size, self._layers
         if self.is_decode:
             counts = [1] * common.num_reqs

@@ -441,7 +441,10 @@ def test_tokens_without_a_slot_are_not_stored(
             block_table_tensor=torch.tensor([[3], [5]], dtype=torch.int32),
             slot_mapping=torch.tensor(slots),
         )
-        batch = builder.build(0, common)  # type: ignore[arg-type]
+        other = BatchBuilder(SimpleNamespace(block_size=32), [layer_name], config, torch.device("cpu"))
+        first, same, batch = (x.build(0, common) for x in (builder, other, builder))  # type: ignore[arg-type]
+        assert first is same  # both are asked in a pass
+        assert batch is not first  # of the next one, though vLLM gives the same object
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
