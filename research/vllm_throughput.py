@@ -5,7 +5,7 @@ time to the first token of one method, `auto` (16 bits) and `fp8` being vLLM's o
 
 Contexts are only declared as computed, by vLLM's DecodeBenchConnector without filling pages: what these hold does not
 change how long a step takes. All requests have equally many tokens and share none. Prompts of the time to the first
-token are real.
+token are computed.
 """
 
 from __future__ import annotations
@@ -95,6 +95,14 @@ def engine(options: argparse.Namespace) -> Any:
     )
 
 
+def compute_prompts() -> None:
+    """From here on, no token is declared as computed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as declared
+
+    scheduler = declared.DecodeBenchConnectorScheduler
+    scheduler.get_num_new_matched_tokens = lambda self, request, computed: (0, False)
+
+
 def tokens_per_second(llm: Any, count: int, length: int, new_tokens: int) -> float:
     """Of `count` requests that decode at once, after `WARM` tokens of each."""
     from vllm import SamplingParams
@@ -113,12 +121,25 @@ def tokens_per_second(llm: Any, count: int, length: int, new_tokens: int) -> flo
     return (sum(have.values()) - before) / (time.perf_counter() - since)
 
 
+def first_token(llm: Any, length: int) -> float:
+    """Seconds to the first token after a prompt of so many tokens."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+    vocabulary = range(3, llm.llm_engine.vllm_config.model_config.get_vocab_size())
+    prompt = {"prompt_token_ids": random.choices(vocabulary, k=length)}
+    start = time.perf_counter()
+    llm.generate([prompt], sampling, use_tqdm=False)
+    return round(time.perf_counter() - start, 3)
+
+
 def main() -> None:
     """Measures one method."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method")
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 0], help="0: as many as fit")
+    parser.add_argument("--first-token", type=int, nargs="+", default=[], help="lengths of prompts to be computed")
     parser.add_argument("--kv-gib", type=float, default=48)
     parser.add_argument("--page-size", type=int, default=512)
     parser.add_argument("--max-seqs", type=int, default=256)
@@ -139,6 +160,10 @@ def main() -> None:
             if 0 < count <= fit:
                 row["tokens_per_s"] = round(tokens_per_second(llm, count, length, options.new_tokens), 2)
             print(json.dumps(row), flush=True)
+    compute_prompts()
+    for length in options.first_token:
+        seconds = [first_token(llm, length) for _ in range(3)][1:]  # the first one may compile
+        print(json.dumps({"method": options.method, "prompt": length, "first_token_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":

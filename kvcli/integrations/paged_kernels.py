@@ -63,26 +63,25 @@ def _attend_exact_kernel(
         n = start + tl.arange(0, BLOCK_N)
         i_new = n - SINKS - RING
         m_new = (i_new >= 0) & (i_new < new)
-        t = tl.load(token + i_new, mask=m_new, other=0)[:, None]
-        m_kv = m_new[:, None] & m_d
-        b_k = tl.load(key + t * k_time + o_d[None, :], mask=m_kv, other=0.0)
-        b_v = tl.load(value + t * v_time + o_d[None, :], mask=m_kv, other=0.0)
+        t = tl.load(token + i_new, mask=m_new, other=0)
+        m_n, p_k, p_v = m_new, key + t * k_time, value + t * v_time
         shown = m_new[None, :] & (i_new[None, :] <= time[:, None])
         if SINKS > 0:
             m_sink = (n < SINKS) & (n < i_past)
-            p_sink = sinks + n[:, None] * s_token + o_d[None, :]
-            b_k += tl.load(p_sink, mask=m_sink[:, None] & m_d, other=0.0)
-            b_v += tl.load(p_sink + s_both, mask=m_sink[:, None] & m_d, other=0.0)
+            p_sink = sinks + n * s_token
+            m_n, p_k, p_v = m_n | m_sink, tl.where(m_sink, p_sink, p_k), tl.where(m_sink, p_sink + s_both, p_v)
             shown |= m_sink[None, :]
         if RING > 0:
             place = n - SINKS
             behind = (i_past - 1 - place) % RING
             behind = tl.where(behind < 0, behind + RING, behind)
             m_ring = (place >= 0) & (place < RING) & (i_past - 1 - behind >= oldest)
-            p_ring = rings + place[:, None] * r_token + o_d[None, :]
-            b_k += tl.load(p_ring, mask=m_ring[:, None] & m_d, other=0.0)
-            b_v += tl.load(p_ring + r_both, mask=m_ring[:, None] & m_d, other=0.0)
+            p_ring = rings + place * r_token
+            m_n, p_k, p_v = m_n | m_ring, tl.where(m_ring, p_ring, p_k), tl.where(m_ring, p_ring + r_both, p_v)
             shown |= m_ring[None, :]
+        # [N, D]
+        b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0)
+        b_v = tl.load(p_v[:, None] + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0)
         b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]

@@ -130,7 +130,7 @@ def record(
 ) -> tuple[list[Launch], dict[str, str]]:  # fmt: skip
     """The launches of prompts, chunks and steps of a layer, and the notes of methods at attach.
 
-    With a page size, those of a step alone that reads codes from pages.
+    With a page size, those of a step alone that reads codes from pages, and those of exact tokens in an engine.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -167,6 +167,7 @@ def record(
                     case, shape = MethodCase.parse(recording, {}), {"layer_idx": 0, "context": 512, "batch": 2}
                     layer = encoded_layer(case, seam.spec, seam.rope, **shape, **where).in_pages(page_size)
                     layer.attend(attached.backend.attend_codes, layer.encoded_tokens())
+                    launch_exact(page_size, seam.spec, dtype)
                     continue
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
@@ -179,6 +180,29 @@ def record(
                     if recording.startswith(("qjl", "commvq")):  # whose kernels add scores of a constant key
                         attached.codecs[0].key_offset = torch.ones(kv_heads, head_dim)
     return list(found.values()), notes
+
+
+def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
+    """Launches the kernels of exact tokens of an engine, with few and many tokens of a request."""
+    from kvcli.integrations import paged_kernels
+    from kvcli.integrations.batch import Part
+    from kvcli.methods.pages import PageTable
+    from kvcli.rope import NoRope, TokenRotations
+
+    query, key = (torch.empty(640, heads, spec.head_dim, dtype=dtype) for heads in (spec.num_heads, spec.num_kv_heads))
+    stored = torch.empty(2, 63, 2, *key.shape[1:], dtype=dtype)
+    row, table = torch.zeros(1, dtype=torch.int64), PageTable(torch.zeros(1, 2, dtype=torch.int32), page_size)
+    rotations = TokenRotations.first(NoRope(spec.head_dim, row.device), 1, row.device)
+    for count in (1, 640):
+        part = Part(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
+        others = torch.empty(1, spec.num_heads, count, spec.head_dim), torch.empty(1, spec.num_heads, count)
+        for new, state in ((True, None), (False, others)):
+            paged_kernels.attend_exact(
+                query, key, key, stored[:, :4], stored, part, state, 1.0, None, None, query, new=new
+            )
+    for axes in (1, 2):
+        paged_kernels.store_exact(key, key, stored, torch.zeros(axes, len(key), dtype=torch.int64))
+    paged_kernels.copy_rings(stored, torch.zeros(2, 1, dtype=torch.int64))
 
 
 def shared_memory(capability: int, launch: Launch) -> int:
