@@ -117,8 +117,8 @@ BUDGET = {
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 3066,  # rows without gradients, options that differ by name
     "integrations": 2445,  # the backend of vLLM; pages that both engines share
-    "kernels": 953,  # where tiles of tokens lie in pages
-    "methods": 10510,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "kernels": 966,  # where tiles of tokens lie in pages
+    "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 965,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1468,  # a server of the OpenAI API

@@ -16,10 +16,10 @@ _PROGRAMS = 528
 
 @triton.jit(do_not_specialize=["length"])
 def _offset_scores_kernel(
-    query, offset, tile_cos, tile_sin, offset_cos, offset_sin, scores,
+    query, offset, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores,
     q_batch, q_head, q_time, t_batch, s_batch, s_head, s_row, num_kv_heads, query_len, length, scaling,
     HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, t] = scaling * <q_m, R_t b>: Re(z e^{i (t - tile) theta}) summed, with z = conj(q) b e^{i tile theta}.
 
@@ -31,7 +31,8 @@ def _offset_scores_kernel(
         offset: float32 [num_kv_heads, D], b.
         tile_cos, tile_sin: float32 [batch or 1, tiles, ROTARY / 2], rotation of each tile's first position.
         offset_cos, offset_sin: float32 [TILE, ROTARY / 2], rotation by 0 to TILE - 1 positions.
-        scores: float32 [batch, num_kv_heads, rows, >= length], strides s_*; written.
+        lengths: int32 [batch], tokens of each sequence, if HAS_LENGTHS.
+        scores: float32 [batch, num_kv_heads, rows, >= length], strides s_*; written up to a sequence's end.
 
     Constexprs: BLOCK_P, ROTARY / 2 padded; BLOCK_REST, D - ROTARY padded, 0 if there is none.
     """
@@ -59,6 +60,8 @@ def _offset_scores_kernel(
         b_q = tl.load(p_query + o_r[:, None], mask=(o_r < D)[:, None] & m_m[None, :], other=0.0).to(tl.float32)
         b_rest = tl.sum(b_q * tl.load(offset + i_h * D + o_r, mask=o_r < D, other=0.0)[:, None], axis=0)
     p_scores = scores + i_b * s_batch + i_h * s_head + o_m.to(tl.int64)[None, :] * s_row
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
     for i_t in range(tl.program_id(0), tl.cdiv(length, TILE), tl.num_programs(0)):
         p_tile = i_b * t_batch + i_t * PAIRS + o_p
         b_tc = tl.load(tile_cos + p_tile, mask=m_p, other=0.0)
@@ -73,13 +76,21 @@ def _offset_scores_kernel(
         tl.store(p_scores + token[:, None], b_s * scaling, mask=(token < length)[:, None] & m_m[None, :])
 
 
-def offset_scores(query: Tensor, offset: Tensor, rotations: TokenRotations, scores: Tensor, scaling: float) -> None:
+def offset_scores(
+    query: Tensor,
+    offset: Tensor,
+    rotations: TokenRotations,
+    scores: Tensor,
+    scaling: float,
+    lengths: Tensor | None = None,
+) -> None:
     """Writes scaling * <q, R(m) b> for every query row and token of `rotations`.
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
         offset: b, float32 [1, num_kv_heads, 1, head_dim].
         scores: float32 [batch, num_kv_heads, rows, >= length], rows = query heads per kv head * query_len.
+        lengths: tokens of each sequence, int32 [batch], after which scores have any value; None: all.
 
     Raises:
         CacheError: positions that are not consecutive.
@@ -93,9 +104,11 @@ def offset_scores(query: Tensor, offset: Tensor, rotations: TokenRotations, scor
     blocks = kv_heads * cdiv(rows, block_m)
     programs = min(cdiv(length, _TILE), max(1, _PROGRAMS // (batch * blocks)))
     _offset_scores_kernel[(programs, batch, blocks)](
-        query, offset.contiguous(), tiles.cos, tiles.sin, offsets.cos, offsets.sin, scores,
+        query, offset.contiguous(), tiles.cos, tiles.sin, offsets.cos, offsets.sin,
+        scores if lengths is None else lengths, scores,
         *query.stride()[:3], tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, *scores.stride()[:3],
         kv_heads, query_len, length, scaling,
         HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=_TILE, BLOCK_M=block_m,
-        BLOCK_P=max(16, power_of_two(rotary_dim // 2)), BLOCK_REST=power_of_two(rest) if rest else 0, num_warps=4,
+        BLOCK_P=max(16, power_of_two(rotary_dim // 2)), BLOCK_REST=power_of_two(rest) if rest else 0,
+        HAS_LENGTHS=lengths is not None, num_warps=4,
     )  # fmt: skip

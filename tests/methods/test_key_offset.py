@@ -105,6 +105,11 @@ def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, s
     expected = 0.5 * query.unflatten(1, (2, 3)).flatten(2, 3) @ keys.transpose(-1, -2)
     assert torch.allclose(scores[..., :140], expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()) / 10)
     assert not scores[..., 140:].any()
+    ragged, lengths = torch.zeros_like(scores), torch.tensor([70, 9], dtype=torch.int32, device=DEVICE)
+    offset_scores(query, offset, rotations, ragged, 0.5, lengths)
+    for row, last in enumerate(lengths.tolist()):
+        assert torch.equal(ragged[row, ..., :last], scores[row, ..., :last])
+        assert not ragged[row, ..., last:].any()
 
 
 @pytest.mark.parametrize("name", ["fp8", "rtn-4", "qjl", "turboquant-4"])

@@ -109,6 +109,10 @@ def _key_scores_kernel(
     # all sequences of a head, then the next head: programs that run at the same time share a codebook
     blocks_m = tl.cdiv(HEADS * query_len, BLOCK_M)
     i_b = (tl.program_id(1) // blocks_m).to(tl.int64)
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
+        if i_t * TILE >= length:
+            return
     i_h = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
     PAIRS: tl.constexpr = D // 2
@@ -145,8 +149,6 @@ def _key_scores_kernel(
     o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, COLUMNS)
     m_m = (tl.arange(0, COLUMNS) < BLOCK_M) & (o_m < HEADS * query_len)
     p_scores = scores + (i_b * num_kv_heads + i_h) * s_head + o_m.to(tl.int64)[None, :] * s_row + start
-    if HAS_LENGTHS:
-        length = tl.load(lengths + i_b)
     count = tl.minimum(length - i_t * TILE, TILE)
     table += (i_h * (GROUPS * STAGES) + FIRST) * (N * PART)
     for sub in range(0, count, BLOCK_T):
@@ -267,7 +269,7 @@ def key_scores(
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
     query, lengths = row_major(query), encoded.lengths
     if offset is not None:
-        offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
+        offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E, lengths)
     columns = 16 if fp32_dot else 8
     block_m = min(columns, power_of_two(rows))
     block_t = min(_TILE, max(16, _WORDS_AT_A_TIME // (config.pairs_per_group // 2)))

@@ -40,10 +40,10 @@ _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _tile_queries_kernel(
-    query, basis, factors, offsets, tile_cos, tile_sin, out, numbers,
-    t_batch, num_kv_heads, rows, num_tiles, scaling,
-    D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, FP32_DOT: tl.constexpr,
+    query, basis, factors, offsets, tile_cos, tile_sin, positions, lengths, out, numbers,
+    t_batch, at_batch, num_kv_heads, rows, num_tiles, scaling,
+    D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """out = B^T R^T q of each tile and query row, times scaling, as the other operand of `band_columns`.
 
@@ -53,7 +53,10 @@ def _tile_queries_kernel(
         query: float [batch, num_kv_heads, rows, D], contiguous, after RoPE.
         basis, factors, offsets: of `QueryTables`; offsets are not read if there are none.
         tile_cos, tile_sin: float32 [batch or 1, num_tiles, ROTARY / 2], of the first position, stride t_batch.
-        out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written.
+        positions: int [batch or 1, >= 1], stride at_batch, of the first token; lengths: int32 [batch], tokens of each
+            sequence, if HAS_LENGTHS.
+        out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written up to the
+            last tile of a sequence.
         numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
             with (2^n - 1) / 2, and those with the offsets.
     """
@@ -81,9 +84,13 @@ def _tile_queries_kernel(
         if not FP32_DOT:
             b_x_rest = _columns(offsets, first, m_p, OFFSETS, COLUMNS, 16)
             b_y_rest = _columns(offsets, second, m_p, OFFSETS, COLUMNS, 16)
-    for start in range(tl.program_id(0) * BLOCK_R, num_tiles * rows, tl.num_programs(0) * BLOCK_R):
+    count = num_tiles
+    if HAS_LENGTHS:
+        begin = tl.load(positions + i_b * at_batch).to(tl.int32) % TILE
+        count = tl.minimum(count, tl.cdiv(begin + tl.load(lengths + i_b), TILE))
+    for start in range(tl.program_id(0) * BLOCK_R, count * rows, tl.num_programs(0) * BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
-        m_r, tile, row = r < num_tiles * rows, r // rows, r % rows
+        m_r, tile, row = r < count * rows, r // rows, r % rows
         mask = m_r[:, None] & m_p[None, :]
         p_row = query + (i_bh * rows + row)[:, None] * D
         b_x = tl.load(p_row + first[None, :], mask=mask, other=0.0).to(tl.float32) * scaling
@@ -304,7 +311,7 @@ def key_scores(
     kv_heads = spec.num_kv_heads
     rows = heads // kv_heads * query_len
     by_head = query.reshape(batch, kv_heads, rows, head_dim)
-    tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E)
+    tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E, encoded.lengths)
     block_m = 16 if fp32_dot else 8
     blocks = cdiv(rows, block_m)
     scores = SplitScores(
@@ -327,7 +334,12 @@ def key_scores(
 
 
 def tile_queries(
-    key: KLTKey, offset: Tensor | None, query: Tensor, rotations: TokenRotations, scaling: float
+    key: KLTKey,
+    offset: Tensor | None,
+    query: Tensor,
+    rotations: TokenRotations,
+    scaling: float,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `numbers` of `_tile_queries_kernel` of query rows [batch, num_kv_heads, rows, head_dim], after RoPE."""
     batch, kv_heads, rows, head_dim = query.shape
@@ -339,11 +351,13 @@ def tile_queries(
     numbers = torch.empty(*out.shape[:-1], 2 + tables.num_offsets, device=query.device)
     programs = min(cdiv(num_tiles * rows, _BLOCK_R), max(1, _QUERY_PROGRAMS // (batch * kv_heads)))
     block_k = max(16, power_of_two(head_dim)) if head_dim <= (64 if fp32_dot else 128) else 64
+    positions = rotations.positions
     _tile_queries_kernel[(programs, batch * kv_heads)](
-        query.contiguous(), tables.basis, tables.factors, tables.offsets, tiles.cos, tiles.sin, out, numbers,
-        tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
-        D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1],
-        BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k,
-        BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot, num_warps=_QUERY_WARPS, num_stages=1,
+        query.contiguous(), tables.basis, tables.factors, tables.offsets, tiles.cos, tiles.sin, positions,
+        numbers if lengths is None else lengths, out, numbers, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
+        positions.stride(0) if positions.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
+        D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1], TILE=ROPE_TILE,
+        BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k, BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot,
+        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1,
     )  # fmt: skip
     return out, numbers
