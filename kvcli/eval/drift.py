@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, Unit, difference, interval, mean
 from kvcli.eval.suite import REFERENCE, Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -26,8 +26,10 @@ class DriftOptions(CorpusOptions, ComparedOptions):
     max_new_tokens: int = Field(default=128, ge=1, description="tokens generated")
 
 
-class DriftPrompt(Strict):
-    """A unit: one prompt continued greedily by both models."""
+class DriftPrompt(Unit):
+    """One prompt continued greedily by both models."""
+
+    figures = Figure("equal", "equal", "higher"), Figure("agreed", "agreed", "higher")
 
     prompt: int
     prompt_tokens: int
@@ -35,16 +37,6 @@ class DriftPrompt(Strict):
     first_divergence: int | None
     agreed: int
     equal: float
-
-
-class DriftRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (Figure("equal", "equal", "higher"), Figure("agreed", "agreed", "higher"))
-
-    suite: Literal["drift"] = "drift"
-    unit: Literal["prompt"] = "prompt"
-    units: list[DriftPrompt]
 
 
 def compare(tokens: Sequence[int], reference: Sequence[int]) -> tuple[int | None, int, float]:
@@ -105,7 +97,7 @@ SUITE = EvalSuite(
     options=DriftOptions,
     example=f"kvcli eval drift --method {UNFITTED_METHOD} --num-prompts 4",
     saves_memory="lower --prompt-tokens or --max-new-tokens",
-    record=DriftRecord,
+    record=EvalRecord[DriftPrompt],
     prepare=prepare,
     tabulate=table,
 )

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import MemoryReport
 from kvcli.errors import CorpusError, ModelError, UsageError
+from kvcli.eval.records import PromptUnit
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models import LoadedModel, not_finite
 from kvcli.progress import Reporter
@@ -145,12 +146,13 @@ def answered(
     prompts: Sequence[Prompt],
     max_new_tokens: int | Sequence[int],
     decided: Callable[[str, str], bool],
-    unit: Callable[[Prompt, str], Any],
+    unit: type[PromptUnit],
+    score: Callable[[str, str], dict[str, Any]],
 ) -> Prepared:
     """Rows of cases that answer prompts greedily.
 
     An answer ends after `max_new_tokens`, of all prompts or of each, or where `decided` says of its text and the right
-    answer that the rest does not matter; `unit` makes the unit of a prompt and its answer.
+    answer that the rest does not matter; of both, `score` makes the fields of a unit that only the suite has.
     """
     tokenizer: Any = loaded.tokenizer
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -159,12 +161,14 @@ def answered(
     def done(index: int, tokens: list[int]) -> bool:
         return len(tokens) >= limits[index] or decided(decode(tokens), prompts[index].expected)
 
+    def unit_of(prompt: Prompt, answer: str) -> PromptUnit:
+        fields = {"prompt_tokens": sum(map(len, prompt.pieces)), "expected": prompt.expected, "answer": answer}
+        return unit(**prompt.place, **fields, **score(answer, prompt.expected))
+
     def rows() -> Iterator[Measured]:
         for case in cases:
             texts, memory = continuations(loaded, case, reporter, pieces, max(limits), stop=stop, done=done)
-            yield Measured(
-                case, [unit(prompt, decode(text)) for prompt, text in zip(prompts, texts, strict=True)], memory
-            )
+            yield Measured(case, list(map(unit_of, prompts, map(decode, texts))), memory)
 
     return Prepared({"prompts": prompts}, rows())
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import ROW_OPTIONS, Difference, EvalRecord, Metric, check_labels
+from kvcli.eval.records import ROW_OPTIONS, Difference, EvalRecord, Metric, Unit, check_labels, series_of
 from kvcli.fingerprint import differs
 
 CONFIDENCE = 0.95
@@ -88,13 +88,11 @@ def paired_difference(
     return estimate([a - b for a, b in zip(values, others, strict=True)], weights, seed)
 
 
-def metrics_of(
-    record: type[EvalRecord], units: Sequence[Any], compared: EvalRecord | None, seed: int = 0
-) -> dict[str, Metric]:
+def metrics_of(units: Sequence[Unit], compared: EvalRecord[Any] | None, seed: int = 0) -> dict[str, Metric]:
     """The figures of units, each with its interval and its difference to a row of the same run, if there is one."""
     metrics = {}
-    others = {} if compared is None else record.series(compared.units)
-    for name, series in record.series(units).items():
+    others = {} if compared is None else series_of(compared.units)
+    for name, series in series_of(units).items():
         own, versus = estimate(series.values, series.weights, seed), None
         if compared is not None:
             x = paired_difference(series.values, others[name].values, series.weights, seed)
@@ -135,7 +133,9 @@ def check_limits(records: Sequence[Any], max_kld: float | None, max_flips: float
     return results
 
 
-def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], seed: int = 0) -> list[GateResult]:
+def check_baseline(
+    records: Sequence[EvalRecord[Any]], former: Sequence[EvalRecord[Any]], seed: int = 0
+) -> list[GateResult]:
     """Compares rows with former records of the same labels, unit by unit.
 
     A figure is worse where the 95 % interval of its paired difference is on the bad side of 0, or all units differ
@@ -147,8 +147,8 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
     results = []
     for record in records:
         other = find_former(record, former)
-        theirs = record.series(other.units)
-        for name, ours in record.series(record.units).items():
+        theirs = series_of(other.units)
+        for name, ours in series_of(record.units).items():
             if not ours.gated:
                 continue
             difference = paired_difference(ours.values, theirs[name].values, ours.weights, seed)
@@ -165,7 +165,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
     return results
 
 
-def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
+def find_former(record: EvalRecord[Any], former: Sequence[EvalRecord[Any]]) -> EvalRecord[Any]:
     """The last former record of a row.
 
     Raises:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Strict, difference, interval
+from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.options import parse_layers
 from kvcli.progress import Reporter
@@ -61,8 +61,15 @@ class LayersOptions(TokenOptions):
     layers: str | None = Field(default=None, description="indices A-B only (inclusive); default: all")
 
 
-class TokenBlock(Strict):
-    """A unit: consecutive tokens of a sequence, with means over them."""
+class TokenBlock(Unit):
+    """Consecutive tokens of a sequence, with means over them."""
+
+    kind = "block of 256 tokens"
+    figures = (
+        Figure("kl_mean", "kl", "lower", "tokens"),
+        Figure("flips", "flips", "lower", "tokens"),
+        Figure("nll", "nll", "lower", "predicted", gated=False),
+    )
 
     sequence: int
     start: int
@@ -74,14 +81,8 @@ class TokenBlock(Strict):
     reference_nll: float
 
 
-class QualityRecord(EvalRecord):
-    """Figures over all tokens besides, as `kvcli.eval.quality.QualityReport` has them."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (
-        Figure("kl_mean", "kl", "lower", "tokens"),
-        Figure("flips", "flips", "lower", "tokens"),
-        Figure("nll", "nll", "lower", "predicted", gated=False),
-    )
+class QualityRecord(EvalRecord[TokenBlock]):
+    """A row, with figures over all tokens as `kvcli.eval.quality.QualityReport` has them."""
 
     kl_mean: float
     kl_p99: float
@@ -89,20 +90,11 @@ class QualityRecord(EvalRecord):
     perplexity: float | None
     reference_perplexity: float | None
     num_tokens: int
-    unit: Literal["block of 256 tokens"] = "block of 256 tokens"
-    units: list[TokenBlock]
-
-
-class KLRecord(QualityRecord):
-    """A row."""
-
-    suite: Literal["kl"] = "kl"
 
 
 class LayerRecord(QualityRecord):
     """A row: a method that compresses one layer alone, or all of them."""
 
-    suite: Literal["layers"] = "layers"
     layer: int | None
 
 
@@ -220,7 +212,7 @@ SUITE = EvalSuite(
     options=KLOptions,
     example=f"kvcli eval --method {BASELINE} --artifact runs/smollm2-135m/{DEFAULT_METHOD}-2bit --num-sequences 4",
     saves_memory=SAVES_MEMORY,
-    record=KLRecord,
+    record=QualityRecord,
     prepare=prepare,
     tabulate=quality_table,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -40,7 +40,6 @@ class LongOptions(ScoredOptions, ComparedOptions):
 class LongRecord(QualityRecord):
     """A row; `start` of a unit is counted from the first generated token, `quarters` are mean KL of each."""
 
-    suite: Literal["long"] = "long"
     quarters: list[float]
     distinct_pairs: float
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, agreed, difference, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -44,27 +44,15 @@ class NeedleOptions(CorpusOptions, ComparedOptions):
     chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
 
-class NeedlePrompt(Strict):
-    """A unit: one value hidden in one text."""
+class NeedlePrompt(PromptUnit):
+    """One value hidden in one text."""
+
+    figures = Figure("exact", "exact", "higher"), Figure("prefix", "prefix", "higher")
 
     context: int
     depth: float
-    prompt: int
-    prompt_tokens: int
     exact: float
     prefix: float
-    expected: str
-    answer: str
-
-
-class NeedleRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (Figure("exact", "exact", "higher"), Figure("prefix", "prefix", "higher"))
-
-    suite: Literal["needle"] = "needle"
-    unit: Literal["prompt"] = "prompt"
-    units: list[NeedlePrompt]
 
 
 def make_needle_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptions, chat: bool) -> list[Prompt]:
@@ -88,11 +76,10 @@ def make_needle_prompts(loaded: LoadedModel, texts: Sequence[str], options: Need
     return prompts
 
 
-def score(answer: str, expected: str) -> tuple[float, float]:
+def score(answer: str, expected: str) -> dict[str, float]:
     """Whether an answer begins with the value, and the share of the value's characters before the first wrong one."""
-    pairs = zip(answer.lstrip(_DECORATION), expected, strict=False)
-    prefix = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return float(prefix == len(expected)), prefix / len(expected)
+    prefix = agreed(answer.lstrip(_DECORATION), expected)
+    return {"exact": prefix == len(expected), "prefix": prefix / len(expected)}
 
 
 def decided(answer: str, expected: str) -> bool:
@@ -101,21 +88,12 @@ def decided(answer: str, expected: str) -> bool:
     return len(shown) >= len(expected) or not expected.startswith(shown.rstrip("\ufffd"))
 
 
-def unit(prompt: Prompt, answer: str) -> NeedlePrompt:
-    """The unit of an answer."""
-    exact, prefix = score(answer, prompt.expected)
-    tokens = sum(map(len, prompt.pieces))
-    return NeedlePrompt(
-        **prompt.place, prompt_tokens=tokens, exact=exact, prefix=prefix, expected=prompt.expected, answer=answer
-    )
-
-
 def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
     prompts = make_needle_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
-    return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, unit)
+    return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, NeedlePrompt, score)
 
 
 def table(records: Records, options: NeedleOptions) -> DataTable:
@@ -152,7 +130,7 @@ SUITE = EvalSuite(
     options=NeedleOptions,
     example=f"kvcli eval needle --method {UNFITTED_METHOD} --contexts 512",
     saves_memory="lower --contexts",
-    record=NeedleRecord,
+    record=EvalRecord[NeedlePrompt],
     prepare=prepare,
     tabulate=table,
     with_reference=True,

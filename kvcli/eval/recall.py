@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from kvcli.errors import CorpusError
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, agreed, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -43,27 +43,15 @@ class RecallOptions(CorpusOptions, ComparedOptions):
     chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
 
-class RecallPrompt(Strict):
-    """A unit: one passage to be quoted after other text."""
+class RecallPrompt(PromptUnit):
+    """One passage to be quoted after other text."""
+
+    figures = Figure("exact", "exact", "higher"), Figure("quoted", "quoted", "higher")
 
     distance: int
-    prompt: int
-    prompt_tokens: int
     words: int
     quoted: int
     exact: float
-    expected: str
-    answer: str
-
-
-class RecallRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (Figure("exact", "exact", "higher"), Figure("quoted", "quoted", "higher"))
-
-    suite: Literal["recall"] = "recall"
-    unit: Literal["prompt"] = "prompt"
-    units: list[RecallPrompt]
 
 
 def make_recall_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptions, chat: bool) -> list[Prompt]:
@@ -102,8 +90,7 @@ def make_recall_prompts(loaded: LoadedModel, texts: Sequence[str], options: Reca
 
 def quoted_words(answer: str, expected: str) -> int:
     """How many words of a passage an answer quotes before its first wrong word."""
-    pairs = zip(answer.split(), expected.split(), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.split()), len(expected.split())))
+    return agreed(answer.split(), expected.split())
 
 
 def decided(answer: str, expected: str) -> bool:
@@ -112,18 +99,10 @@ def decided(answer: str, expected: str) -> bool:
     return len(complete) >= len(expected.split()) or quoted_words(" ".join(complete), expected) < len(complete)
 
 
-def unit(prompt: Prompt, answer: str) -> RecallPrompt:
-    """The unit of an answer."""
-    words, quoted = len(prompt.expected.split()), quoted_words(answer, prompt.expected)
-    return RecallPrompt(
-        **prompt.place,
-        prompt_tokens=sum(map(len, prompt.pieces)),
-        words=words,
-        quoted=quoted,
-        exact=float(quoted == words),
-        expected=prompt.expected,
-        answer=answer,
-    )
+def score(answer: str, expected: str) -> dict[str, int]:
+    """The words of a passage, how many were quoted, and whether all were."""
+    words, quoted = len(expected.split()), quoted_words(answer, expected)
+    return {"words": words, "quoted": quoted, "exact": quoted == words}
 
 
 def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
@@ -132,7 +111,7 @@ def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], 
 
     prompts = make_recall_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
     limit = _TOKENS_PER_WORD * (options.passage_words + 1)
-    return answered(loaded, cases, reporter, prompts, limit, decided, unit)
+    return answered(loaded, cases, reporter, prompts, limit, decided, RecallPrompt, score)
 
 
 def table(records: Records, options: RecallOptions) -> DataTable:
@@ -164,7 +143,7 @@ SUITE = EvalSuite(
     options=RecallOptions,
     example=f"kvcli eval recall --method {UNFITTED_METHOD} --distances 100",
     saves_memory="lower --distances",
-    record=RecallRecord,
+    record=EvalRecord[RecallPrompt],
     prepare=prepare,
     tabulate=table,
     with_reference=True,

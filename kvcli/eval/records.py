@@ -1,6 +1,6 @@
 """The records of `kvcli eval`: one schema for all suites, checked when a record is written and when it is read.
 
-docs/records.md describes every field. A suite adds a class of units and one of records.
+docs/records.md describes every field. A suite adds a class of units.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -57,7 +58,7 @@ class Metric(Strict):
 
 
 class Figure(NamedTuple):
-    """One figure of a kind of unit: its name in `EvalRecord.metrics`, and the field of the unit.
+    """A figure that is a mean over units: its name in `EvalRecord.metrics`, and the field of the unit.
 
     The `weight` is the field that says what a unit counts; None: all count the same. `--baseline` reads `gated` ones.
     """
@@ -69,6 +70,25 @@ class Figure(NamedTuple):
     gated: bool = True
 
 
+class Unit(Strict):
+    """What is measured, and resampled for intervals; `kind` is what one is called."""
+
+    kind: ClassVar[str] = "prompt"
+    figures: ClassVar[tuple[Figure, ...]]
+
+
+class PromptUnit(Unit):
+    """A prompt that was answered."""
+
+    prompt: int
+    prompt_tokens: int
+    expected: str
+    answer: str
+
+
+UnitT = TypeVar("UnitT", bound=Unit)
+
+
 @dataclass(frozen=True)
 class Series:
     """One figure of every unit, in order."""
@@ -76,19 +96,25 @@ class Series:
     values: list[float]
     weights: list[float]
     better: Better
-    gated: bool = True
+    gated: bool
 
 
-class EvalRecord(Strict):
+def series_of(units: Sequence[Unit]) -> dict[str, Series]:
+    """The figures of units, by name."""
+    found: dict[str, Series] = {}
+    for unit in units:
+        for figure in unit.figures:
+            series = found.setdefault(figure.name, Series([], [], figure.better, figure.gated))
+            series.values.append(float(getattr(unit, figure.field)))
+            series.weights.append(1.0 if figure.weight is None else float(getattr(unit, figure.weight)))
+    return found
+
+
+class EvalRecord(Strict, Generic[UnitT]):
     """What every suite records of a row: a method with its settings, measured on some units."""
 
-    figures: ClassVar[tuple[Figure, ...]] = ()
-
-    if TYPE_CHECKING:  # of every suite's own type, after these fields
-        suite: str
-        unit: str
-        units: Sequence[Any]
     schema_version: Literal[1] = 1
+    suite: str
     label: str
     model: str
     fingerprint: str
@@ -102,29 +128,22 @@ class EvalRecord(Strict):
     device: str
     threads: int
     machine: dict[str, Any]
-
-    @classmethod
-    def series(cls, units: Sequence[Any]) -> dict[str, Series]:
-        """The figures of units, by name."""
-        series = {}
-        for figure in cls.figures:
-            values = [float(getattr(unit, figure.field)) for unit in units]
-            weights = [1.0 if figure.weight is None else float(getattr(unit, figure.weight)) for unit in units]
-            series[figure.name] = Series(values, weights, figure.better, figure.gated)
-        return series
+    unit: str
+    units: list[UnitT]
 
     def to_plain(self) -> dict[str, Any]:
         """The plain JSON values that are written, checked by reading them again; ValidationError as `from_plain`."""
         plain: dict[str, Any] = json.loads(to_json(self.model_dump(mode="json")))
         from_plain(plain)
+        plain["units"] = plain.pop("units")  # what is long comes last
         return plain
 
 
-def from_plain(values: Mapping[str, Any]) -> EvalRecord:
+def from_plain(values: Mapping[str, Any]) -> EvalRecord[Any]:
     """The record of plain JSON values; ValidationError for a field that is missing, unknown or of another type."""
     suite = Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
     name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[arg-type,attr-defined]
-    record: EvalRecord = get_suite(EVAL_SUITES[name]).record.model_validate(values)
+    record: EvalRecord[Any] = get_suite(EVAL_SUITES[name]).record.model_validate(values)
     return record
 
 
@@ -151,7 +170,7 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
     return [of_all | row for row in rows]
 
 
-def read_rows(path: Path) -> list[EvalRecord]:
+def read_rows(path: Path) -> list[EvalRecord[Any]]:
     """The records of a file, as `read_plain` finds them.
 
     Raises:
@@ -160,7 +179,7 @@ def read_rows(path: Path) -> list[EvalRecord]:
     return [checked(path, place, values) for place, values in enumerate(read_plain(path))]
 
 
-def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord:
+def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord[Any]:
     """A row of a file, its place in the messages counted from 0; UsageError: it has not this schema."""
     try:
         return from_plain(values)
@@ -170,13 +189,18 @@ def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord:
         raise UsageError(f"{path}: row {place} is no record of kvcli eval ({where}: {first['msg']})") from error
 
 
-def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]) -> None:
+def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord[Any]]) -> None:
     """Raises UsageError for a row that has no former record; it can be called before anything is measured."""
     known = list(dict.fromkeys(other.label for other in former if other.suite == suite))
     for label in labels:
         if label not in known:
             have = ", ".join(known) or "none"
             raise UsageError(f"the baseline has no row '{label}' of suite {suite}; its rows are: {have}")
+
+
+def agreed(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many elements two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def mean(units: Sequence[dict[str, Any]], name: str) -> float:

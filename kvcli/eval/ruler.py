@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from kvcli.errors import CorpusError, UsageError, suggestion
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -148,26 +148,14 @@ class RulerOptions(CorpusOptions, ComparedOptions):
                 raise UsageError(f"--tasks takes {', '.join(TASKS)}, not '{task}'{suggestion(task, TASKS)}")
 
 
-class RulerPrompt(Strict):
-    """A unit: one prompt of one task."""
+class RulerPrompt(PromptUnit):
+    """One prompt of one task."""
+
+    figures = (Figure("found", "found", "higher"),)
 
     task: str
     context: int
-    prompt: int
-    prompt_tokens: int
     found: float
-    expected: str
-    answer: str
-
-
-class RulerRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = (Figure("found", "found", "higher"),)
-
-    suite: Literal["ruler"] = "ruler"
-    unit: Literal["prompt"] = "prompt"
-    units: list[RulerPrompt]
 
 
 def longest(make: Callable[[int], Made], pieces: Callable[[Made], Sequence[list[int]]], most: int, task: str) -> Made:
@@ -220,19 +208,17 @@ def share_found(answer: str, expected: str) -> float:
     return sum(value in answer.lower() for value in right) / len(right)
 
 
-def unit(prompt: Prompt, answer: str) -> RulerPrompt:
-    """The unit of an answer."""
-    fields = {"prompt_tokens": sum(map(len, prompt.pieces)), "expected": prompt.expected, "answer": answer}
-    return RulerPrompt(**prompt.place, **fields, found=share_found(answer, prompt.expected))
-
-
 def prepare(options: RulerOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
     prompts = make_ruler_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
     limits = [TASKS[prompt.place["task"]][1] for prompt in prompts]
-    return answered(loaded, cases, reporter, prompts, limits, lambda *x: share_found(*x) == 1, unit)
+
+    def score(answer: str, expected: str) -> dict[str, float]:
+        return {"found": share_found(answer, expected)}
+
+    return answered(loaded, cases, reporter, prompts, limits, lambda *x: share_found(*x) == 1, RulerPrompt, score)
 
 
 def table(records: Records, options: RulerOptions) -> DataTable:
@@ -262,7 +248,7 @@ SUITE = EvalSuite(
     options=RulerOptions,
     example=f"kvcli eval ruler --method {UNFITTED_METHOD} --contexts 2048 --tasks niah_multikey_1",
     saves_memory="lower --contexts",
-    record=RulerRecord,
+    record=EvalRecord[RulerPrompt],
     prepare=prepare,
     tabulate=table,
     with_reference=True,

@@ -187,7 +187,7 @@ class EvalRun(Run):
         window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
         methods = [(name, window if artifact is None else None) for name, artifact in self._chosen]
         check_methods(methods, parse_settings(options.setting))
-        self._records: list[EvalRecord] = []
+        self._records: list[EvalRecord[Any]] = []
         self._recipes = {path.stem: Recipe.read(path) for path in options.recipe}
         rows = [(name if artifact is None else artifact.name, name) for name, artifact in self._chosen]
         rows += [(label, recipe.method) for label, recipe in self._recipes.items()]
@@ -243,11 +243,13 @@ class EvalRun(Run):
             other = next((record for record in self._records if record.label == self._compared), None)
             config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
             record = suite.record(
+                suite=suite.name,
                 label=measured.label or case.label,
                 method=method_name(case.method, config),
                 artifact=None if case.artifact is None else str(case.artifact),
-                metrics=metrics_of(suite.record, measured.units, other, options.seed),
+                metrics=metrics_of(measured.units, other, options.seed),
                 memory=None if measured.memory is None else measured.memory.to_dict(),
+                unit=measured.units[0].kind,
                 units=list(measured.units),
                 **shared,
                 **measured.fields,
@@ -303,7 +305,7 @@ class EvalSuite(Suite):
 
     run = EvalRun
 
-    record: type[EvalRecord]
+    record: type[EvalRecord[Any]]
     prepare: Callable[[Any, LoadedModel, Sequence[Case], Reporter], Prepared]
     with_reference: bool = False
     rows_per_method: bool = False

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from kvcli.errors import UsageError, error_text
-from kvcli.eval.records import STAR, Better, EvalRecord, Series, Strict, difference, interval
+from kvcli.eval.records import STAR, Better, EvalRecord, Figure, Unit, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -46,8 +46,10 @@ class TasksOptions(ComparedOptions):
             raise UsageError("suite tasks needs --tasks NAME; 'lm-eval ls tasks' lists those of lm-eval")
 
 
-class TaskDocument(Strict):
-    """A unit: one document of one task."""
+class TaskDocument(Unit):
+    """One document of one task."""
+
+    kind = "document"
 
     task: str
     document: int
@@ -55,23 +57,15 @@ class TaskDocument(Strict):
     better: Better
     value: float
 
+    @property
+    def figures(self) -> tuple[Figure, ...]:  # type: ignore[override]
+        return (Figure(f"{self.task}/{self.metric}", "value", self.better),)
 
-class TaskRecord(EvalRecord):
-    """A row; its figures are those of the tasks."""
 
-    suite: Literal["tasks"] = "tasks"
-    unit: Literal["document"] = "document"
+class TaskRecord(EvalRecord[TaskDocument]):
+    """A row."""
+
     versions: dict[str, Any]
-    units: list[TaskDocument]
-
-    @classmethod
-    def series(cls, units: Sequence[TaskDocument]) -> dict[str, Series]:
-        by_metric: dict[str, Series] = {}
-        for unit in units:
-            series = by_metric.setdefault(f"{unit.task}/{unit.metric}", Series([], [], unit.better))
-            series.values.append(unit.value)
-            series.weights.append(1.0)
-        return by_metric
 
 
 def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any, reporter: Reporter) -> Measured:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from kvcli.errors import ModelError
-from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -71,27 +71,15 @@ class ToolsOptions(ComparedOptions):
     chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
 
-class ToolsPrompt(Strict):
-    """A unit: one request; of its call, whether it fits a schema, and has the right function, and arguments."""
+class ToolsPrompt(PromptUnit):
+    """One request; of its call, whether it fits a schema, and has the right function, and arguments."""
+
+    figures = tuple(Figure(x, x, "higher") for x in ("arguments", "function", "valid"))
 
     context: int
-    prompt: int
-    prompt_tokens: int
     valid: float
     function: float
     arguments: float
-    expected: str
-    answer: str
-
-
-class ToolsRecord(EvalRecord):
-    """A row."""
-
-    figures: ClassVar[tuple[Figure, ...]] = tuple(Figure(x, x, "higher") for x in ("arguments", "function", "valid"))
-
-    suite: Literal["tools"] = "tools"
-    unit: Literal["prompt"] = "prompt"
-    units: list[ToolsPrompt]
 
 
 def make_tool_prompts(loaded: LoadedModel, options: ToolsOptions, chat: bool, by_template: bool) -> list[Prompt]:
@@ -160,14 +148,11 @@ def fits_schema(name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
-def unit(prompt: Prompt, answer: str) -> ToolsPrompt:
-    """The unit of an answer."""
-    expected = json.loads(prompt.expected)
-    name, arguments = call_of(answer) or ("", {})
-    valid, function = fits_schema(name, arguments), name == expected["name"]
-    right = valid and function and arguments == expected["arguments"]
-    fields = {"prompt_tokens": sum(map(len, prompt.pieces)), "expected": prompt.expected, "answer": answer}
-    return ToolsPrompt(**prompt.place, **fields, valid=valid, function=function, arguments=right)
+def score(answer: str, expected: str) -> dict[str, bool]:
+    """What is right about the call in an answer."""
+    call, (name, arguments) = json.loads(expected), call_of(answer) or ("", {})
+    valid, function = fits_schema(name, arguments), name == call["name"]
+    return {"valid": valid, "function": function, "arguments": valid and function and arguments == call["arguments"]}
 
 
 def prepare(options: ToolsOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
@@ -181,7 +166,11 @@ def prepare(options: ToolsOptions, loaded: LoadedModel, cases: Sequence[Case], r
     )
     reporter.say(f"functions are shown {'as the chat template shows them' if by_template else 'as plain JSON'}")
     prompts = make_tool_prompts(loaded, options, chat, by_template)
-    return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, lambda text, _: call_of(text) is not None, unit)
+
+    def decided(answer: str, expected: str) -> bool:
+        return call_of(answer) is not None
+
+    return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, ToolsPrompt, score)
 
 
 def table(records: Records, options: ToolsOptions) -> DataTable:
@@ -213,7 +202,7 @@ SUITE = EvalSuite(
     options=ToolsOptions,
     example=f"kvcli eval tools --method {UNFITTED_METHOD} --contexts 2048",
     saves_memory="lower --contexts",
-    record=ToolsRecord,
+    record=EvalRecord[ToolsPrompt],
     prepare=prepare,
     tabulate=table,
     with_reference=True,

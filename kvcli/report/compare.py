@@ -97,7 +97,7 @@ def _paired(a: Row, b: Row) -> dict[str, dict[str, Any]]:
     if a["protocol"] != b["protocol"] or "units" not in a or "units" not in b or len(a["units"]) != len(b["units"]):
         return {}
     former, record = from_plain(a), from_plain(b)
-    found = {name: x.difference for name, x in metrics_of(type(record), record.units, former).items()}
+    found = {name: x.difference for name, x in metrics_of(record.units, former).items()}
     return {name: {"low": x.low, "high": x.high, "real": x.real} for name, x in found.items() if x is not None}
 
 

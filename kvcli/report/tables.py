@@ -9,14 +9,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from kvcli.bench.suite import row_name
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
-from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, checked, read_plain
+from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, read_plain
 from kvcli.registry import BASELINE, BENCH_SUITES, EVAL_SUITES, get_suite
 from kvcli.suite import Records, Suite
 from kvcli.tables import DataTable
@@ -278,9 +277,8 @@ def answers(rows: Records) -> DataTable | None:
         cells.append([f"{number}. expected", units[0]["expected"]])
         for name, unit in zip(by_name, units, strict=True):
             answer, expected = (" ".join(unit[x].split()) for x in ("answer", "expected"))
-            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=False)))
-            wrong = WRONG * (agreed < len(expected))
-            cells.append([name, f"{answer[:agreed]}{wrong}{answer[agreed:]}"])
+            right = agreed(answer, expected)
+            cells.append([name, f"{answer[:right]}{WRONG * (right < len(expected))}{answer[right:]}"])
     shown = f"the first {len(places[:_SHOWN_ANSWERS])} of " if len(places) > _SHOWN_ANSWERS else ""
     title = f"What was expected, and what was said, wrong from {WRONG} on: {shown}{len(places)} prompts"
     return DataTable(title, ["", "text"], cells, text_columns=2, prose=["text"])

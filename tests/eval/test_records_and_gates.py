@@ -10,35 +10,36 @@ import pytest
 from pydantic import ValidationError
 
 from kvcli.errors import UsageError
-from kvcli.eval.drift import DriftPrompt, DriftRecord
+from kvcli.eval.drift import DriftPrompt
 from kvcli.eval.intervals import MIN_UNITS, check_baseline, check_limits, metrics_of
-from kvcli.eval.kl import KLRecord, TokenBlock
-from kvcli.eval.records import from_plain, read_rows
+from kvcli.eval.kl import QualityRecord, TokenBlock
+from kvcli.eval.records import EvalRecord, from_plain, read_rows
 from kvcli.storage.atomic import append_record
 
 FINGERPRINT = "00:003c003c"
 
 
-def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> KLRecord:
+def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> QualityRecord:
     shared = {"sequence": 0, "tokens": 256, "predicted": 256, "reference_nll": 3.0}
     units = [TokenBlock(**shared, start=256 * i, kl=x, flips=x / 2, nll=3.0 + x) for i, x in enumerate(values)]
     mean = sum(values) / len(values)
     fields = {
         **{"label": label, "method": label, "model": "tiny", "fingerprint": FINGERPRINT, "artifact": None},
-        **{"protocol": "text", "options": {"seq_len": 2048}, "metrics": metrics_of(KLRecord, units, None)},
+        **{"protocol": "text", "options": {"seq_len": 2048}, "metrics": metrics_of(units, None)},
         **{"memory": None, "dtype": "float32", "device": "cpu", "threads": 1, "machine": {}, "units": units},
         **{"kl_mean": mean, "kl_p99": max(values), "flips": mean / 2, "num_tokens": 256 * len(values)},
-        **{"perplexity": 20.0, "reference_perplexity": 19.0},
+        **{"perplexity": 20.0, "reference_perplexity": 19.0, "suite": "kl", "unit": TokenBlock.kind},
     }
-    return KLRecord(**{**fields, **changes})
+    return QualityRecord(**{**fields, **changes})
 
 
-def drift_record(equal: list[float]) -> DriftRecord:
+def drift_record(equal: list[float]) -> EvalRecord[DriftPrompt]:
     shared = {"prompt_tokens": 8, "tokens": 10, "first_divergence": 5, "agreed": 5}
     units = [DriftPrompt(prompt=i, **shared, equal=x) for i, x in enumerate(equal)]
     own = {"suite", "unit", "units", "metrics"}
-    fields = kl_record([0.1] * 8).model_dump(include=DriftRecord.model_fields.keys() - own)
-    return DriftRecord(**fields, units=units, metrics=metrics_of(DriftRecord, units, None))
+    fields = kl_record([0.1] * 8).model_dump(include=EvalRecord.model_fields.keys() - own)
+    of = {"suite": "drift", "unit": "prompt", "metrics": metrics_of(units, None)}
+    return EvalRecord[DriftPrompt](**fields, **of, units=units)
 
 
 NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
@@ -163,7 +164,7 @@ def test_the_last_former_record_of_a_row_counts() -> None:
 def test_a_difference_to_another_row_is_recorded_with_its_interval() -> None:
     other = kl_record(NOISE)
     units = kl_record([x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(NOISE)], label="kivi-1").units
-    found = metrics_of(KLRecord, units, other)["kl_mean"].difference
+    found = metrics_of(units, other)["kl_mean"].difference
     assert (found.to, found.mean, found.real) == ("kivi-2", pytest.approx(0.11), True)
     assert found.low < 0.11 < found.high
-    assert metrics_of(KLRecord, other.units, None)["kl_mean"].difference is None
+    assert metrics_of(other.units, None)["kl_mean"].difference is None

@@ -13,7 +13,6 @@ from byte_tokenizer import CHAT, byte_tokenizer
 from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.eval import tools
-from kvcli.eval.greedy import Prompt
 from kvcli.eval.suite import REFERENCE
 from kvcli.eval.tools import ToolsOptions, call_of, fits_schema, make_tool_prompts
 from kvcli.models import LoadedModel
@@ -106,8 +105,7 @@ CALL = '{"name": "refund_order", "arguments": {"order_id": "R1", "amount_cents":
 def test_a_call_is_valid_of_the_right_function_and_with_the_right_arguments(
     answer: str, valid: float, function: float, arguments: float
 ) -> None:
-    unit = tools.unit(Prompt(([1], [2, 3]), CALL, {"context": 300, "prompt": 0}), answer)
-    assert (unit.valid, unit.function, unit.arguments, unit.prompt_tokens) == (valid, function, arguments, 3)
+    assert tools.score(answer, CALL) == {"valid": valid, "function": function, "arguments": arguments}
 
 
 def test_generation_ends_with_the_call(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
