@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import STAR, EvalRecord, Figure, Unit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, Unit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -111,7 +111,7 @@ SUITE = EvalSuite(
     options=CodeOptions,
     example=f"kvcli eval code --allow-code-execution --method {UNFITTED_METHOD} --limit 20",
     saves_memory="lower --max-new-tokens",
-    record=EvalRecord[CodeProblem],
+    unit=CodeProblem,
     prepare=prepare,
     tabulate=table,
     with_reference=True,

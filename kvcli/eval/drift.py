@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.eval.records import STAR, EvalRecord, Figure, Unit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, Unit, difference, interval, mean
 from kvcli.eval.suite import REFERENCE, Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -97,7 +97,7 @@ SUITE = EvalSuite(
     options=DriftOptions,
     example=f"kvcli eval drift --method {UNFITTED_METHOD} --num-prompts 4",
     saves_memory="lower --prompt-tokens or --max-new-tokens",
-    record=EvalRecord[DriftPrompt],
+    unit=DriftPrompt,
     prepare=prepare,
     tabulate=table,
 )

@@ -88,7 +88,7 @@ def paired_difference(
     return estimate([a - b for a, b in zip(values, others, strict=True)], weights, seed)
 
 
-def metrics_of(units: Sequence[Unit], compared: EvalRecord[Any] | None, seed: int = 0) -> dict[str, Metric]:
+def metrics_of(units: Sequence[Unit], compared: EvalRecord | None, seed: int = 0) -> dict[str, Metric]:
     """The figures of units, each with its interval and its difference to a row of the same run, if there is one."""
     metrics = {}
     others = {} if compared is None else series_of(compared.units)
@@ -133,9 +133,7 @@ def check_limits(records: Sequence[Any], max_kld: float | None, max_flips: float
     return results
 
 
-def check_baseline(
-    records: Sequence[EvalRecord[Any]], former: Sequence[EvalRecord[Any]], seed: int = 0
-) -> list[GateResult]:
+def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], seed: int = 0) -> list[GateResult]:
     """Compares rows with former records of the same labels, unit by unit.
 
     A figure is worse where the 95 % interval of its paired difference is on the bad side of 0, or all units differ
@@ -165,7 +163,7 @@ def check_baseline(
     return results
 
 
-def find_former(record: EvalRecord[Any], former: Sequence[EvalRecord[Any]]) -> EvalRecord[Any]:
+def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     """The last former record of a row.
 
     Raises:

@@ -81,7 +81,7 @@ class TokenBlock(Unit):
     reference_nll: float
 
 
-class QualityRecord(EvalRecord[TokenBlock]):
+class QualityRecord(EvalRecord):
     """A row, with figures over all tokens as `kvcli.eval.quality.QualityReport` has them."""
 
     kl_mean: float
@@ -212,6 +212,7 @@ SUITE = EvalSuite(
     options=KLOptions,
     example=f"kvcli eval --method {BASELINE} --artifact runs/smollm2-135m/{DEFAULT_METHOD}-2bit --num-sequences 4",
     saves_memory=SAVES_MEMORY,
+    unit=TokenBlock,
     record=QualityRecord,
     prepare=prepare,
     tabulate=quality_table,
@@ -223,6 +224,7 @@ LAYERS = EvalSuite(
     options=LayersOptions,
     example=f"kvcli eval layers --method {UNFITTED_METHOD} --num-sequences 2 --layers 0-7",
     saves_memory=SAVES_MEMORY,
+    unit=TokenBlock,
     record=LayerRecord,
     prepare=prepare,
     tabulate=layers_table,

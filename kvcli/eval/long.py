@@ -131,6 +131,7 @@ SUITE = EvalSuite(
     options=LongOptions,
     example=f"kvcli eval long --method {UNFITTED_METHOD} --num-sequences 2 --max-new-tokens 500",
     saves_memory=SAVES_MEMORY.replace("--seq-len", "--max-new-tokens"),
+    unit=TokenBlock,
     record=LongRecord,
     prepare=prepare,
     tabulate=table,

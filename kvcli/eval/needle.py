@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, agreed, difference, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -130,7 +130,7 @@ SUITE = EvalSuite(
     options=NeedleOptions,
     example=f"kvcli eval needle --method {UNFITTED_METHOD} --contexts 512",
     saves_memory="lower --contexts",
-    record=EvalRecord[NeedlePrompt],
+    unit=NeedlePrompt,
     prepare=prepare,
     tabulate=table,
     with_reference=True,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from kvcli.errors import CorpusError
-from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, agreed, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -143,7 +143,7 @@ SUITE = EvalSuite(
     options=RecallOptions,
     example=f"kvcli eval recall --method {UNFITTED_METHOD} --distances 100",
     saves_memory="lower --distances",
-    record=EvalRecord[RecallPrompt],
+    unit=RecallPrompt,
     prepare=prepare,
     tabulate=table,
     with_reference=True,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -86,9 +87,6 @@ class PromptUnit(Unit):
     answer: str
 
 
-UnitT = TypeVar("UnitT", bound=Unit)
-
-
 @dataclass(frozen=True)
 class Series:
     """One figure of every unit, in order."""
@@ -110,7 +108,7 @@ def series_of(units: Sequence[Unit]) -> dict[str, Series]:
     return found
 
 
-class EvalRecord(Strict, Generic[UnitT]):
+class EvalRecord(Strict):
     """What every suite records of a row: a method with its settings, measured on some units."""
 
     schema_version: Literal[1] = 1
@@ -129,7 +127,7 @@ class EvalRecord(Strict, Generic[UnitT]):
     threads: int
     machine: dict[str, Any]
     unit: str
-    units: list[UnitT]
+    units: Sequence[Any]
 
     def to_plain(self) -> dict[str, Any]:
         """The plain JSON values that are written, checked by reading them again; ValidationError as `from_plain`."""
@@ -139,12 +137,18 @@ class EvalRecord(Strict, Generic[UnitT]):
         return plain
 
 
-def from_plain(values: Mapping[str, Any]) -> EvalRecord[Any]:
+@cache
+def record_type(base: type[EvalRecord], unit: type[Unit]) -> type[EvalRecord]:
+    """Records of one kind of units; made where they are needed, as `kvcli --help` does not need them."""
+    return create_model(base.__name__, __base__=base, units=(list[unit], ...))  # type: ignore[valid-type]
+
+
+def from_plain(values: Mapping[str, Any]) -> EvalRecord:
     """The record of plain JSON values; ValidationError for a field that is missing, unknown or of another type."""
     suite = Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
     name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[arg-type,attr-defined]
-    record: EvalRecord[Any] = get_suite(EVAL_SUITES[name]).record.model_validate(values)
-    return record
+    found = get_suite(EVAL_SUITES[name])
+    return record_type(found.record, found.unit).model_validate(values)
 
 
 def read_plain(path: Path) -> list[dict[str, Any]]:
@@ -170,7 +174,7 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
     return [of_all | row for row in rows]
 
 
-def read_rows(path: Path) -> list[EvalRecord[Any]]:
+def read_rows(path: Path) -> list[EvalRecord]:
     """The records of a file, as `read_plain` finds them.
 
     Raises:
@@ -179,7 +183,7 @@ def read_rows(path: Path) -> list[EvalRecord[Any]]:
     return [checked(path, place, values) for place, values in enumerate(read_plain(path))]
 
 
-def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord[Any]:
+def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord:
     """A row of a file, its place in the messages counted from 0; UsageError: it has not this schema."""
     try:
         return from_plain(values)
@@ -189,7 +193,7 @@ def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord[Any
         raise UsageError(f"{path}: row {place} is no record of kvcli eval ({where}: {first['msg']})") from error
 
 
-def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord[Any]]) -> None:
+def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]) -> None:
     """Raises UsageError for a row that has no former record; it can be called before anything is measured."""
     known = list(dict.fromkeys(other.label for other in former if other.suite == suite))
     for label in labels:

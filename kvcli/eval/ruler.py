@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from kvcli.errors import CorpusError, UsageError, suggestion
-from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -248,7 +248,7 @@ SUITE = EvalSuite(
     options=RulerOptions,
     example=f"kvcli eval ruler --method {UNFITTED_METHOD} --contexts 2048 --tasks niah_multikey_1",
     saves_memory="lower --contexts",
-    record=EvalRecord[RulerPrompt],
+    unit=RulerPrompt,
     prepare=prepare,
     tabulate=table,
     with_reference=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
-from kvcli.eval.records import UNCOMPRESSED, EvalRecord, check_labels, read_rows
+from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
 from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
@@ -182,29 +182,34 @@ class EvalRun(Run):
     def __init__(self, suite: EvalSuite, options: EvalOptions) -> None:
         check_model_name(options.model)
         super().__init__(suite, options)
-        self.out = options.out
-        self._chosen = choose_cases(options)
+        self.out, self._records = options.out, list[EvalRecord]()
         window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-        methods = [(name, window if artifact is None else None) for name, artifact in self._chosen]
-        check_methods(methods, parse_settings(options.setting))
-        self._records: list[EvalRecord[Any]] = []
-        self._recipes = {path.stem: Recipe.read(path) for path in options.recipe}
-        rows = [(name if artifact is None else artifact.name, name) for name, artifact in self._chosen]
-        rows += [(label, recipe.method) for label, recipe in self._recipes.items()]
-        labels = [label for label, _ in rows]
-        compare_with = getattr(options, "compare_with", None)
-        self._compared: str | None = None
-        if suite.with_reference and compare_with in (None, UNCOMPRESSED):
-            self._compared = UNCOMPRESSED
-        elif not suite.rows_per_method:
-            if compare_with is not None and compare_with not in labels:
-                names = [UNCOMPRESSED] * suite.with_reference + labels
-                raise UsageError(f"--compare-with {compare_with}: the rows are {', '.join(names)}")
-            if len(labels) > 1:
-                compressing = (label for label, name in rows if name != BASELINE)
-                self._compared = compare_with or next(compressing, None)
+        chosen, common = choose_cases(options), parse_settings(options.setting)
+        check_methods([(name, window if artifact is None else None) for name, artifact in chosen], common)
+        self._recipes = [Recipe.read(path) for path in options.recipe]
         self._former = None if options.baseline is None else read_rows(options.baseline)
-        if self._former is not None and not suite.rows_per_method:
+        from kvcli.methods.method import sliding_window
+
+        cases = [REFERENCE] * suite.with_reference
+        for name, artifact in chosen:
+            method = get_method(parse_name(name)[0])
+            # tokens leave the window one by one where the method has no schedule of its own
+            settings = window | ({"flush_block": 1} if method.schedules is sliding_window else {})
+            settings |= {x: value for x, value in common.items() if x in method.config_cls.model_fields}
+            cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
+        for path, recipe in zip(options.recipe, self._recipes, strict=True):
+            cases.append(Case(path.stem, recipe.method, recipe.find_artifact(), recipe.settings, options.impl))
+        labels = [case.label for case in cases]
+        self._compared: str | None = getattr(options, "compare_with", None)
+        if self._compared not in (None, *labels):
+            raise UsageError(f"--compare-with {self._compared}: the rows are {', '.join(labels)}")
+        self._cases = sorted(cases, key=lambda case: (case.compressed, case.label != self._compared))
+        if suite.rows_per_method:
+            return
+        if self._compared is None and len(cases) > 1:
+            others = (case.label for case in cases if case.method != BASELINE or not case.compressed)
+            self._compared = next(others, None)
+        if self._former is not None:
             check_labels(suite.name, labels, self._former)
 
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
@@ -217,12 +222,11 @@ class EvalRun(Run):
         from kvcli.storage.manifest import json_sha256
 
         options, suite = self.options, self.suite
-        cases = [REFERENCE] * suite.with_reference + self._cases()
         loaded = options.load(reporter)
-        for recipe in self._recipes.values():
+        for recipe in self._recipes:
             recipe.check_model(loaded.fingerprint)
         with torch.no_grad():
-            prepared = suite.prepare(options, loaded, cases, reporter)
+            prepared = suite.prepare(options, loaded, self._cases, reporter)
         shared = {
             "model": options.model,
             "fingerprint": loaded.fingerprint,
@@ -242,14 +246,14 @@ class EvalRun(Run):
             case = measured.case
             other = next((record for record in self._records if record.label == self._compared), None)
             config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
-            record = suite.record(
+            record = record_type(suite.record, suite.unit)(
                 suite=suite.name,
                 label=measured.label or case.label,
                 method=method_name(case.method, config),
                 artifact=None if case.artifact is None else str(case.artifact),
                 metrics=metrics_of(measured.units, other, options.seed),
                 memory=None if measured.memory is None else measured.memory.to_dict(),
-                unit=measured.units[0].kind,
+                unit=suite.unit.kind,
                 units=list(measured.units),
                 **shared,
                 **measured.fields,
@@ -272,29 +276,6 @@ class EvalRun(Run):
             failure = failure or QualityGateError(f"quality gate missed: {missed}")
         return Summary({"gates": [asdict(gate) for gate in gates]}, failure=failure)
 
-    def _cases(self) -> list[Case]:
-        """The methods with their artifacts and settings, the one that others are compared with first if it is named.
-
-        All have the same window; tokens leave it one by one where the method has no schedule of its own.
-        """
-        from kvcli.methods.method import sliding_window
-
-        options, settings_of_all, cases = self.options, parse_settings(self.options.setting), []
-        for name, artifact in self._chosen:
-            method = get_method(parse_name(name)[0])
-            settings = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-            if method.schedules is sliding_window:
-                settings["flush_block"] = 1
-            settings.update(
-                (key, value) for key, value in settings_of_all.items() if key in method.config_cls.model_fields
-            )
-            cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
-        for name, recipe in self._recipes.items():
-            cases.append(Case(name, recipe.method, recipe.find_artifact(), recipe.settings, options.impl))
-        if getattr(options, "compare_with", None) is not None:
-            cases.sort(key=lambda case: case.label != self._compared)
-        return cases
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSuite(Suite):
@@ -305,7 +286,8 @@ class EvalSuite(Suite):
 
     run = EvalRun
 
-    record: type[EvalRecord[Any]]
+    unit: type[Unit]
+    record: type[EvalRecord] = EvalRecord
     prepare: Callable[[Any, LoadedModel, Sequence[Case], Reporter], Prepared]
     with_reference: bool = False
     rows_per_method: bool = False

@@ -62,7 +62,7 @@ class TaskDocument(Unit):
         return (Figure(f"{self.task}/{self.metric}", "value", self.better),)
 
 
-class TaskRecord(EvalRecord[TaskDocument]):
+class TaskRecord(EvalRecord):
     """A row."""
 
     versions: dict[str, Any]
@@ -179,6 +179,7 @@ SUITE = EvalSuite(
     options=TasksOptions,
     example=f"kvcli eval tasks --tasks arc_easy --limit 50 --method {UNFITTED_METHOD}",
     saves_memory="lower --chunk",
+    unit=TaskDocument,
     record=TaskRecord,
     prepare=prepare,
     tabulate=table,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from kvcli.errors import ModelError
-from kvcli.eval.records import STAR, EvalRecord, Figure, PromptUnit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -202,7 +202,7 @@ SUITE = EvalSuite(
     options=ToolsOptions,
     example=f"kvcli eval tools --method {UNFITTED_METHOD} --contexts 2048",
     saves_memory="lower --contexts",
-    record=EvalRecord[ToolsPrompt],
+    unit=ToolsPrompt,
     prepare=prepare,
     tabulate=table,
     with_reference=True,

@@ -13,13 +13,13 @@ from kvcli.errors import UsageError
 from kvcli.eval.drift import DriftPrompt
 from kvcli.eval.intervals import MIN_UNITS, check_baseline, check_limits, metrics_of
 from kvcli.eval.kl import QualityRecord, TokenBlock
-from kvcli.eval.records import EvalRecord, from_plain, read_rows
+from kvcli.eval.records import EvalRecord, from_plain, read_rows, record_type
 from kvcli.storage.atomic import append_record
 
 FINGERPRINT = "00:003c003c"
 
 
-def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> QualityRecord:
+def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> Any:
     shared = {"sequence": 0, "tokens": 256, "predicted": 256, "reference_nll": 3.0}
     units = [TokenBlock(**shared, start=256 * i, kl=x, flips=x / 2, nll=3.0 + x) for i, x in enumerate(values)]
     mean = sum(values) / len(values)
@@ -30,16 +30,16 @@ def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> Qua
         **{"kl_mean": mean, "kl_p99": max(values), "flips": mean / 2, "num_tokens": 256 * len(values)},
         **{"perplexity": 20.0, "reference_perplexity": 19.0, "suite": "kl", "unit": TokenBlock.kind},
     }
-    return QualityRecord(**{**fields, **changes})
+    return record_type(QualityRecord, TokenBlock)(**{**fields, **changes})
 
 
-def drift_record(equal: list[float]) -> EvalRecord[DriftPrompt]:
+def drift_record(equal: list[float]) -> EvalRecord:
     shared = {"prompt_tokens": 8, "tokens": 10, "first_divergence": 5, "agreed": 5}
     units = [DriftPrompt(prompt=i, **shared, equal=x) for i, x in enumerate(equal)]
     own = {"suite", "unit", "units", "metrics"}
     fields = kl_record([0.1] * 8).model_dump(include=EvalRecord.model_fields.keys() - own)
     of = {"suite": "drift", "unit": "prompt", "metrics": metrics_of(units, None)}
-    return EvalRecord[DriftPrompt](**fields, **of, units=units)
+    return record_type(EvalRecord, DriftPrompt)(**fields, **of, units=units)
 
 
 NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
