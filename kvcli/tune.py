@@ -76,7 +76,6 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """The mean."""
         return sum(x["kl"] * x["tokens"] for x in self.blocks) / sum(x["tokens"] for x in self.blocks)
 
     def to_dict(self, best: Trial) -> dict[str, Any]:
@@ -135,7 +134,6 @@ class Judge:
         return CachePlan.of_codecs(self.loaded.spec, get_method(case.method), config, codecs, torch.float16)
 
     def trial(self, case: Case, *, verdict: bool = True) -> Trial:
-        """Measures a method."""
         plan, text = self.plan(case), self.texts[verdict]
         made: dict[str, Any] = {"method": case.method, "settings": plan.config.model_dump(mode="json")}
         made |= {"artifact": case.artifact and artifact_sha256(case.artifact), "chunk": self.options.chunk}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.cli.command import Command
-from kvcli.cli.generate import compression_starts, describe_generation, smaller_from
+from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
@@ -81,8 +81,7 @@ def run(options: AskOptions, output: Output) -> None:
         if generation.new_tokens == options.max_new_tokens:
             output.say(f"the answer ends after {generation.new_tokens} tokens; --max-new-tokens lets it be longer")
         if options.stats:
-            pays_from = smaller_from(session, generation.memory)
-            output.warn(describe_generation(generation, compression_starts(session), pays_from))
+            output.warn(describe_generation(generation, session))
         record = {
             "model": options.model,
             "method": method_name(session.method.name, dict(session.config)),

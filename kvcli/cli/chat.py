@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.compress import SUFFIX
-from kvcli.cli.generate import compression_starts, describe_generation, smaller_from
+from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.remote import talk
@@ -113,11 +113,8 @@ def _talk(conversation: Conversation, options: ChatOptions, output: Output) -> l
         if word == "/exit":
             break
         if word == "/stats":
-            if not turns:
-                output.say("nothing was said yet")
-                continue
-            session, last = conversation.session, turns[-1]
-            output.say(describe_generation(last, compression_starts(session), smaller_from(session, last.memory)))
+            last = turns[-1] if turns else None
+            output.say(describe_generation(last, conversation.session) if last else "nothing was said yet")
         elif word == "/save":
             target = Path(rest.strip()).expanduser() if rest.strip() else options.save
             try:

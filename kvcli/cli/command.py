@@ -50,7 +50,6 @@ class Command(Generic[OptionsT]):
     summary: str = ""
 
     def register(self, app: typer.Typer) -> None:
-        """Adds the command to a program or a group."""
 
         def invoke(**values: Any) -> None:
             shared = {name: values.pop(name) for name in SHARED_FLAGS}

@@ -75,7 +75,6 @@ def _packages() -> Iterator[Finding]:
 
 
 def _models() -> Iterator[Finding]:
-    """The copies of built-in models."""
     for name, builtin in BUILTIN_MODELS.items():
         folder = copy_folder(builtin)
         reason = damage(folder, thorough=False) if folder.exists() else None

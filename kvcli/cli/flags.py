@@ -109,7 +109,6 @@ def signature(
 
 
 def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
-    """What the shell offers for an option."""
     return (lambda: [str(value) for value in values]) if values else None
 
 

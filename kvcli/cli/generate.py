@@ -108,8 +108,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             prefill_chunk=options.prefill_chunk,
             compile_layers=options.compile,
         )
-        starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
-        pays_from = smaller_from(session, generation.memory)
+        method = method_name(session.method.name, dict(session.config))
     output.write("\n")
     if generation.new_tokens == 1 and not generation.text:
         to_chat = not options.chat and loaded.tokenizer.chat_template
@@ -125,7 +124,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     elif options.reuse:
         output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
     if options.stats:
-        output.warn(describe_generation(generation, starts_at, pays_from))
+        output.warn(describe_generation(generation, session))
     following: list[Any] = []
     if options.context is None:
         measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
@@ -136,8 +135,8 @@ def run(options: GenerateOptions, output: Output) -> None:
         "prompt": prompt,
         "reused_from": reused_from,
         "load_s": load_s,
-        "compression_starts_at": starts_at,
-        "smaller_than_fp16_from": pays_from,
+        "compression_starts_at": compression_starts(session),
+        "smaller_than_fp16_from": smaller_from(session, generation.memory),
         **generation.to_dict(),
     }
     output.result(record, following=following)
@@ -207,9 +206,9 @@ def smaller_from(session: Session, memory: MemoryReport) -> int | None:
     return CachePlan.of_codecs(*shapes, fused=session.backend.impl == "fused").pays_from()
 
 
-def describe_generation(generation: Generation, starts_at: int | None, pays_from: int | None) -> str:
-    """Time, rate and memory on two lines; the numbers are those of `compression_starts` and `smaller_from`."""
-    memory = generation.memory
+def describe_generation(generation: Generation, session: Session) -> str:
+    """Time, rate and memory on two lines."""
+    memory, starts_at = generation.memory, compression_starts(session)
     others = ""
     if memory.other_layers:
         others = (
@@ -229,6 +228,7 @@ def describe_generation(generation: Generation, starts_at: int | None, pays_from
             f"{time}KV cache {size(memory.cache_bytes)}: all {memory.num_tokens} tokens are inside the full-precision "
             f"window; compression starts at {starts_at} tokens (a lower --residual-length starts earlier){others}"
         )
+    pays_from = smaller_from(session, memory)
     larger = f"; larger than in fp16, as every context below {pays_from} tokens" if pays_from else ""
     return (
         f"{time}KV cache {size(memory.cache_bytes)}, in fp16 {size(memory.fp16_bytes)} ({memory.ratio:.2f}x): "

@@ -56,12 +56,10 @@ class Output:
             self.quiet, self.verbose = True, False
 
     def say(self, line: str) -> None:
-        """Prints a message, unless --quiet was given."""
         if not self.quiet:
             self.warn(line)
 
     def warn(self, line: str) -> None:
-        """Prints a warning."""
         if not self.ranks.rank:
             self.console.print(line, markup=False, soft_wrap=True)
 
@@ -72,7 +70,6 @@ class Output:
             sys.stderr.flush()
 
     def detail(self, line: str) -> None:
-        """Prints a message if --verbose was given."""
         if self.verbose:
             self.console.print(line, style="dim", markup=False, soft_wrap=True)
 

@@ -188,7 +188,6 @@ def _lines(record: Mapping[str, Any], windows: int) -> list[str]:
 
 
 def _table(record: Mapping[str, Any]) -> DataTable:
-    """A row per method."""
     rows, cells = record["methods"], []
     for row in rows:
         memory, fits = row["memory"], row["fits"]

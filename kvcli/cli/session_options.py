@@ -170,7 +170,6 @@ class SamplingOptions(SessionOptions):
     )
 
     def sampling(self) -> SamplingConfig:
-        """How tokens are chosen."""
         from kvcli.attention.generation import SamplingConfig
 
         return SamplingConfig(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.repetition_penalty)

@@ -55,7 +55,6 @@ class QualityReport:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The numbers over all tokens."""
         return {name: value for name, value in vars(self).items() if name not in ("memory", "scores")}
 
 
@@ -89,11 +88,9 @@ class TokenScores:
         return blocks
 
     def after(self, count: int) -> TokenScores:
-        """The scores of all but the first tokens of each sequence."""
         return TokenScores(**{name: x[:, count:] for name, x in vars(self).items()})
 
     def report(self, memory: MemoryReport) -> QualityReport:
-        """The figures over all tokens."""
         kl = self.kl.flatten()
         return QualityReport(
             kl_mean=float(kl.mean()),

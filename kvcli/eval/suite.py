@@ -15,7 +15,7 @@ from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
 from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
-from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
+from kvcli.paths import is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
 from kvcli.recipe import Recipe
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
@@ -82,7 +82,6 @@ class TextOptions(ModelOptions):
     text_column: str = Field(default="text", description="column that holds the text")
 
     def corpus_config(self) -> CorpusConfig:
-        """The corpus."""
         from kvcli.calibrate.builtin_text import is_builtin
         from kvcli.calibrate.corpus import CorpusConfig
 
@@ -262,7 +261,6 @@ class EvalRun(Run):
             yield record.to_plain()
 
     def summary(self, records: Records) -> Summary:
-        """The gates."""
         from kvcli.eval.intervals import check_baseline, check_limits
 
         failure: KvcliError | None = None
@@ -302,14 +300,6 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
         UsageError: a method that does not exist.
         ArtifactError: an artifact that is missing.
     """
-    artifacts: list[tuple[str, Path | None]] = []
-    for folder in options.artifact:
-        method = artifact_method(folder)
-        if method is None:  # loading says what is wrong with it
-            from kvcli.artifact import Artifact
-
-            method = Artifact.load(folder).method
-        artifacts.append((method, folder))
     cases: list[tuple[str, Path | None]] = []
     for name in options.method or [BASELINE]:
         method, from_bits = parse_name(name)
@@ -317,9 +307,11 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
             cases.append((name, None))
         elif not any(is_artifact_of(folder / "kvcli.json", method, from_bits) for folder in options.artifact):
             cases.append((name, newest_artifact(options.model, name)))
-    if not options.method and not artifacts and not options.recipe:
+    if not options.method and not options.artifact and not options.recipe:
         for name in METHODS:
             if get_config(name).needs_artifact:
                 with suppress(ArtifactError):
                     cases.append((name, newest_artifact(options.model, name)))
-    return cases + artifacts
+    from kvcli.artifact.metadata import METADATA, Metadata  # imports torch
+
+    return cases + [(Metadata.read(folder / METADATA).method, folder) for folder in options.artifact]

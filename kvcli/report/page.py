@@ -42,7 +42,6 @@ class Chart(NamedTuple):
 
 
 def _x(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
-    """An encoding."""
     return {"field": field, "type": kind, "title": title, **more}
 
 

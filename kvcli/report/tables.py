@@ -73,12 +73,10 @@ class Section:
 
     @property
     def title(self) -> str:
-        """Names the suite and what it ran on."""
         return f"{self.suite}: {self.rows[0].get('model', self.rows[0].get('shape'))}"
 
     @property
     def about(self) -> str:
-        """What the suite measures."""
         return _suite(self.suite).help
 
 
@@ -210,13 +208,12 @@ def quality(rows: Records) -> DataTable:
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
         figures = [f"{row['kl_mean']:.4f}", interval, f"{100 * row['flips']:.1f}", perplexity]
-        cells.append([name, bits, *figures, *[_kl(without.get(row["method"]))] * bool(without)])
+        if without:
+            other = without.get(row["method"])
+            figures.append("" if other is None else f"{other['kl_mean']:.4f}")
+        cells.append([name, bits, *figures])
     title = f"KL to the uncompressed model, nats per token, over {rows[0]['num_tokens']} tokens"
     return DataTable(title, header + ["KL without sinks"] * bool(without), cells)
-
-
-def _kl(row: Row | None) -> str:
-    return "" if row is None else f"{row['kl_mean']:.4f}"
 
 
 def startup(rows: Records) -> DataTable:
@@ -315,7 +312,6 @@ def _suite(name: str) -> Suite:
 
 
 def _group(row: Row) -> list[Any]:
-    """What rows of one table have in common."""
     suite, of = row["suite"], row.get("model", row.get("shape"))
     if suite in EVAL_SUITES:
         return [suite, of, *sorted((x, y) for x, y in row["options"].items() if x not in _ELSEWHERE)]
@@ -345,19 +341,13 @@ def _notes(rows: Records) -> list[str]:
     )
     if len({row.get("protocol") for row in rows}) > 1:
         notes.append("These rows were not all measured on the very same tokens: small differences mean nothing.")
-    prints = {str(row["fingerprint"]) for row in rows if "fingerprint" in row}
-    notes += {f"Not all rows are of the same weights: {x}." for y in prints if (x := _differs(y, first["fingerprint"]))}
+    if prints := {str(row["fingerprint"]) for row in rows if "fingerprint" in row} - {first.get("fingerprint")}:
+        from kvcli.fingerprint import differs  # imports torch
+
+        reasons = {differs(x, first["fingerprint"]) for x in prints} - {None}
+        notes += [f"Not all rows are of the same weights: {reason}." for reason in reasons]
     bad = {f"{row['method']}: {row['note']}": None for row in rows if row.get("note") and row.get("status") != "ok"}
     return notes + list(bad)
-
-
-def _differs(fingerprint: str, other: str) -> str | None:
-    """As `kvcli.fingerprint.differs`, without importing torch where they are the same text."""
-    if fingerprint == other:
-        return None
-    from kvcli.fingerprint import differs
-
-    return differs(fingerprint, other)
 
 
 def _commands(rows: Records) -> list[str]:
