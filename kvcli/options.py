@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_or
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvcli.builtin_models import DEFAULT_MODEL
-from kvcli.errors import ConfigError, UsageError
+from kvcli.errors import ConfigError, UsageError, error_text
 from kvcli.progress import Reporter
 from kvcli.ranks import local_device
 
@@ -125,6 +125,18 @@ class ModelOptions(ComputeOptions):
             progress=output.progress,
             **revision,
         )
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds; ConfigError: it cannot be read, or is no such file."""
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {error_text(error)}") from error
 
 
 def parse_settings(texts: list[str]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli._version import __version__
-from kvcli.errors import ConfigError, UsageError, error_text, explain
+from kvcli.errors import ConfigError, UsageError, explain
+from kvcli.options import read_yaml
 from kvcli.registry import check_settings, parse_name
 from kvcli.storage.atomic import replacing
 
@@ -38,18 +39,13 @@ class Recipe(BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads and checks a file, without torch; ConfigError: it is no recipe, or of a method that is not known."""
-        import yaml
-
+        content = read_yaml(path)
         try:
-            recipe = cls.model_validate(yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")))
+            recipe = cls.model_validate(content)
             name, bits = parse_name(recipe.method)
             check_settings(name, {**bits, **recipe.settings})
         except ValidationError as error:
             raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {error_text(error)}") from error
         except UsageError as error:
             raise ConfigError(f"{path}: {error}") from error
         return recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal, NamedTuple
 
@@ -45,30 +46,24 @@ def _packages() -> Iterator[Finding]:
     absent: dict[str, list[str]] = {}
     good: list[str] = []
     try:
-        requirements = [Requirement(line) for line in requires("kvcli") or ()]
+        lines = requires("kvcli") or []
     except PackageNotFoundError:
-        yield Finding(
-            "packages", "missing", "kvcli is not installed, but runs from its sources: versions are not known"
-        )
+        yield Finding("packages", "missing", "kvcli runs from its sources: the versions that it needs are not known")
         return
-    for requirement in requirements:
-        extra = next(
-            (name for name in ("eval", "lmcache", "report") if f'extra == "{name}"' in str(requirement.marker)), None
-        )
-        if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
+    for requirement in map(Requirement, lines):
+        name, marker = requirement.name, requirement.marker
+        extra = next((x for x in ("eval", "lmcache", "report") if f'extra == "{x}"' in str(marker)), "")
+        if marker and not marker.evaluate({"extra": extra}):
             continue
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            if extra:
-                absent.setdefault(extra, []).append(requirement.name)
-            else:
-                yield Finding(requirement.name, "broken", f"not installed; kvcli needs {requirement}")
-            continue
-        if requirement.specifier.contains(found, prereleases=True):
-            good.append(f"{requirement.name} {found}")
+        found = None
+        with suppress(PackageNotFoundError):
+            found = version(name)
+        if found is not None and requirement.specifier.contains(found, prereleases=True):
+            good.append(f"{name} {found}")
+        elif found is None and extra:
+            absent.setdefault(extra, []).append(name)
         else:
-            yield Finding(requirement.name, "broken", f"{found}; kvcli needs {requirement}")
+            yield Finding(name, "broken", f"{found or 'not installed'}; kvcli needs {requirement}")
     yield Finding("packages", "ok", ", ".join(good))
     for extra, names in absent.items():
         yield Finding(f"kvcli[{extra}]", "missing", f"{', '.join(names)}: pip install 'kvcli[{extra}]'")

@@ -12,8 +12,8 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.errors import ConfigError, error_text, suggestion
-from kvcli.options import Options, is_path
+from kvcli.errors import ConfigError, suggestion
+from kvcli.options import Options, is_path, read_yaml
 from kvcli.registry import METHODS
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -174,16 +174,7 @@ def _renamed(values: dict[str, Any], options: type[Options]) -> dict[str, Any]:
 def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
     import yaml
 
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error_text(error)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply") from error
+    loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a mapping of options")
     values = _renamed({str(key).replace("-", "_"): value for key, value in loaded.items()}, options)

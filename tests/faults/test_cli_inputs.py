@@ -76,7 +76,7 @@ def test_a_positional_argument_is_named_as_the_help_names_it() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [*((f"out: {x}\n", "--out: not a path") for x in ("5", "[a]", "{a: 1}")), ("[" * 2000, "nested too deeply")],
+    [*((f"out: {x}\n", "--out: not a path") for x in ("5", "[a]", "{a: 1}")), ("[" * 2000, "is not YAML")],
 )
 def test_a_path_in_a_file_is_a_text_and_deep_yaml_is_refused(text: str, said: str) -> None:
     Path("c.yaml").write_text(text)
