@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import threading
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType
 
 from kvcli.errors import Terminated
 
@@ -19,8 +17,8 @@ class _State:
     """What has arrived."""
 
     raised: int | None = None  # the signal that was raised as an exception
-    waiting: int | None = None  # a signal that is raised when the import has ended
-    imports = 0  # modules that are being executed, one in the other
+    waiting = False  # whether a signal is sent again and again until an import has ended
+    sent_again = False  # whether the next signal is one of these, and not another one
     reported = False  # whether the user was told
 
 
@@ -29,7 +27,6 @@ def catch_signals() -> None:
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _stop)
-    sys.meta_path.insert(0, _Imports())
     sys.unraisablehook = _send_again
 
 
@@ -52,13 +49,32 @@ def _exception(number: int) -> KeyboardInterrupt:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    if _State.raised is not None or _State.waiting is not None:
+    again, _State.sent_again = _State.sent_again, False
+    if _State.raised is not None or (_State.waiting and not again):
         os._exit(130 if number == signal.SIGINT else Terminated.exit_code)
-    if _State.imports:
-        _State.waiting = number
+    _State.waiting = _in_import(frame)
+    if _State.waiting:
+        _send_later(number)
         return
     _State.raised = number
     raise _exception(number)
+
+
+def _in_import(frame: FrameType | None) -> bool:
+    """Whether a module is being executed: an exception makes PyTorch's C++ code abort then; others drop it."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _send_later(number: int) -> None:
+    def send() -> None:
+        _State.sent_again = True
+        os.kill(os.getpid(), number)
+
+    timer = threading.Timer(0.05, send)
+    timer.daemon = True
+    timer.start()
 
 
 def _send_again(dropped: sys.UnraisableHookArgs) -> None:
@@ -68,31 +84,4 @@ def _send_again(dropped: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(dropped)
         return
     _State.raised = None
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
-    timer.daemon = True
-    timer.start()
-
-
-class _Imports:
-    """Lets signals wait while a library is imported: an exception makes PyTorch's C++ code abort; others drop it."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds modules as Python does, except that signals wait while they are executed."""
-        spec = None if name.startswith("kvcli") else PathFinder.find_spec(name, path, target)
-        if spec is None or not isinstance(spec.loader, (SourceFileLoader, ExtensionFileLoader)):
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_first(module: ModuleType) -> None:
-            _State.imports += 1
-            try:
-                execute(module)
-            finally:
-                _State.imports -= 1
-                if _State.waiting is not None and not _State.imports:
-                    number, _State.waiting = _State.waiting, None
-                    signal.raise_signal(number)  # in the main thread, whichever this is
-
-        spec.loader.exec_module = execute_first  # type: ignore[method-assign]
-        return spec
+    _send_later(number)
