@@ -35,10 +35,22 @@ _THEME: dict[str, Any] = {
 
 
 class Chart(NamedTuple):
-    """A Vega-Lite specification without its width; `wide` ones are drawn a second time for wide screens."""
+    """Layers of marks of some data; `wide` charts are drawn a second time for wide screens."""
 
-    spec: dict[str, Any]
+    title: str
+    data: list[dict[str, Any]]
+    height: float
+    encoding: dict[str, Any]
+    layers: list[dict[str, Any]]
     wide: bool = False
+
+    def svg(self, width: int) -> str:
+        """The chart, drawn."""
+        import vl_convert
+
+        spec = {"title": self.title, "data": {"values": self.data}, "encoding": self.encoding, "layer": self.layers}
+        size = {"width": width, "height": self.height, "autosize": {"type": "fit-x", "contains": "padding"}}
+        return str(vl_convert.vegalite_to_svg({**spec, **size, "config": _THEME}))
 
 
 def _x(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
@@ -70,20 +82,15 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]])
     most = 1.25 * max(row["end"] for row in data) or 1
     x = _x("x", unit, scale={"domain": [0, most]}, axis={"tickCount": 4})
     colour = {"condition": {"test": fp16, "value": _GREY}, "value": _BLUE}
+    y = _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False})
     whiskers, ends = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}, {"x": {**x, "field": "end"}}
-    spec = {
-        "title": title,
-        "data": {"values": data},
-        "height": _ROW_PIXELS * len(data),
-        "encoding": {"x": x, "y": _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False})},
-        "layer": [
-            _layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
-            _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
-            _layer("rule", "isValid(datum.low)", whiskers, color="currentColor"),
-            _layer("text", encoding={**ends, "text": {"field": "text"}}, align="left", dx=4),
-        ],
-    }
-    return Chart(spec)
+    layers = [
+        _layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
+        _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
+        _layer("rule", "isValid(datum.low)", whiskers, color="currentColor"),
+        _layer("text", encoding={**ends, "text": {"field": "text"}}, align="left", dx=4),
+    ]
+    return Chart(title, data, _ROW_PIXELS * len(data), {"x": x, "y": y}, layers)
 
 
 def loss_by_size(rows: Records) -> list[Chart]:
@@ -101,21 +108,15 @@ def loss_by_size(rows: Records) -> list[Chart]:
     sizes = {"type": "log", "base": 2, "domain": [min(bits) / 2.2, 1.4 * max(bits)]}
     x = _x("bits", "bits per key or value, with every scalar", scale=sizes, axis={"values": [1, 2, 4, 8, 16]})
     whiskers, names = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}, {"text": {"field": "name"}}
-    spec = {
-        "title": "Loss by size; the line is the Pareto front",
-        "data": {"values": points},
-        "height": 460,
-        "encoding": {"x": x, "y": y},
-        "layer": [
-            _layer("line", "datum.front", color=_RED, opacity=0.6),
-            _layer("rule", "datum.low > 0", whiskers, color=_GREY),
-            _layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
-            _layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
-            _layer("text", "!datum.front", names, align="left", dx=7),
-            _layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
-        ],
-    }
-    return [Chart(spec, wide=True)]
+    layers = [
+        _layer("line", "datum.front", color=_RED, opacity=0.6),
+        _layer("rule", "datum.low > 0", whiskers, color=_GREY),
+        _layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
+        _layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
+        _layer("text", "!datum.front", names, align="left", dx=7),
+        _layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
+    ]
+    return [Chart("Loss by size; the line is the Pareto front", points, 460, {"x": x, "y": y}, layers, wide=True)]
 
 
 def loss_by_layer(rows: Records) -> list[Chart]:
@@ -128,31 +129,21 @@ def loss_by_layer(rows: Records) -> list[Chart]:
         return []
     y, layers = _log("kl", "KL, nats per token", data), _x("layer", "layer", axis={"tickMinStep": 1, "grid": False})
     whiskers = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    spec = {
-        "title": "Loss when one layer alone is compressed",
-        "data": {"values": data},
-        "height": 260,
-        "encoding": {"x": layers, "y": y, "color": _x("name", None, "nominal")},
-        "layer": [_layer("line", point=True), _layer("rule", "datum.low > 0", whiskers, color=_GREY)],
-    }
-    return [Chart(spec, wide=True)]
+    encoding = {"x": layers, "y": y, "color": _x("name", None, "nominal")}
+    marks = [_layer("line", point=True), _layer("rule", "datum.low > 0", whiskers, color=_GREY)]
+    return [Chart("Loss when one layer alone is compressed", data, 260, encoding, marks, wide=True)]
 
 
 def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[str, Any]]) -> Chart:
     """A map of shares, fields `share` and `text`, by two fields with their titles."""
     bare = {"labelAngle": 0, "domain": False, "ticks": False}
     opacity = _x("share", scale={"domain": [0, 1], "range": [0, 0.85]}, legend=None)
-    spec = {
-        "title": title,
-        "data": {"values": cells},
-        "height": 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}),
-        "encoding": {"x": _x(*x, "ordinal", sort=None, axis=bare), "y": _x(*y, "ordinal", sort=None, axis=bare)},
-        "layer": [
-            _layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
-            _layer("text", encoding={"text": {"field": "text"}}),
-        ],
-    }
-    return Chart(spec)
+    encoding = {"x": _x(*x, "ordinal", sort=None, axis=bare), "y": _x(*y, "ordinal", sort=None, axis=bare)}
+    layers = [
+        _layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
+        _layer("text", encoding={"text": {"field": "text"}}),
+    ]
+    return Chart(title, cells, 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}), encoding, layers)
 
 
 def needles(rows: Records) -> list[Chart]:
@@ -237,16 +228,12 @@ def _ends(metric: Row) -> dict[str, float]:
 def page(sections: Sequence[Section]) -> str:
     """One HTML page; UsageError: the packages that draw are not installed, or a record lacks what a chart shows."""
     try:
-        import vl_convert
+        import vl_convert  # noqa: F401
         from jinja2 import Environment
         from markupsafe import Markup
     except ImportError as error:
         needs = "a page needs packages that are not installed: pip install 'kvcli[report]'"
         raise UsageError(f"{needs}; --format md does without") from error
-
-    def drawn(chart: Chart, width: int) -> Markup:
-        spec = {**chart.spec, "width": width, "autosize": {"type": "fit-x", "contains": "padding"}, "config": _THEME}
-        return Markup(vl_convert.vegalite_to_svg(spec))
 
     shown = []
     for section in sections:
@@ -254,7 +241,7 @@ def page(sections: Sequence[Section]) -> str:
             charts = CHARTS.get(section.suite, times)(section.rows)
         except UNFIT as error:
             raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
-        pairs = [(drawn(chart, NARROW), drawn(chart, WIDE) if chart.wide else "") for chart in charts]
+        pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts]
         tables = [x for x in (section.table, answers(section.rows)) if x is not None]
         shown.append({"section": section, "charts": pairs, "tables": tables})
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(

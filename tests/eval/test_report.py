@@ -135,7 +135,7 @@ def points(*pairs: tuple[float, float], **changes: Any) -> list[Row]:
 
 def test_the_front_is_what_nothing_smaller_beats() -> None:
     (chart,) = loss_by_size(points((5, 0.002), (3, 0.1), (2, 0.01), (1, 0.05), (8, 0.002)))
-    assert [x["bits"] for x in chart.spec["data"]["values"] if x["front"]] == [1, 2, 5]
+    assert [x["bits"] for x in chart.data if x["front"]] == [1, 2, 5]
 
 
 def test_rows_of_one_method_are_told_apart_and_a_later_one_replaces_the_same() -> None:
@@ -174,7 +174,7 @@ def test_what_fits_is_sequences_of_a_length_or_tokens_of_one() -> None:
             ("kivi-2", "longest context", 73728, 1, "ok"),
         )
     ]
-    shown = {x.spec["title"]: [(y["name"], y["x"]) for y in x.spec["data"]["values"]] for x in capacity(rows)}
+    shown = {x.title: [(y["name"], y["x"]) for y in x.data] for x in capacity(rows)}
     assert shown == {
         "sequences of 32K tokens": [("fp16", 1), ("kivi-2", 9)],
         "longest context of one sequence": [("kivi-2", 73728)],
