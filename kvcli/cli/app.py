@@ -16,9 +16,7 @@ from kvcli.cli import (
     compress,
     contexts,
     demo,
-    diff,
     doctor,
-    env,
     fit,
     generate,
     inspect,
@@ -62,8 +60,8 @@ def _main(
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, recommend.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
     *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, tune.COMMAND),
-    *(methods.COMMAND, report.COMMAND, inspect.COMMAND, diff.COMMAND, share.PUSH, share.PULL),
-    *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
+    *(methods.COMMAND, report.COMMAND, inspect.INSPECT, inspect.DIFF, share.PUSH, share.PULL),
+    *(warmup.COMMAND, doctor.DOCTOR, doctor.ENV),
 )
 """In the order of the help."""
 

@@ -1,4 +1,4 @@
-"""`kvcli doctor`."""
+"""`kvcli doctor` and `kvcli env`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvcli.builtin_models import BUILTIN_MODELS, copy_folder, damage
+from pydantic import Field
+
+from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
-from kvcli.errors import KvcliError, error_text
+from kvcli.errors import KvcliError, ModelError, error_text
 from kvcli.options import Options
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import size
@@ -29,7 +32,13 @@ class Finding(NamedTuple):
     detail: str
 
 
-def run(options: Options, output: Output) -> None:
+class EnvOptions(Options):
+    """Options of `kvcli env`."""
+
+    verify: bool = Field(default=False, description="read the copies of built-in models in full and check them")
+
+
+def doctor(options: Options, output: Output) -> None:
     """Say what this machine can run, what is compiled and what is missing; exit code 1 if something is broken."""
     findings = [*_packages(), *_models(), *_gpus(), *_methods(output)]
     rows = [finding._asdict() for finding in findings]
@@ -69,10 +78,15 @@ def _packages() -> Iterator[Finding]:
         yield Finding(f"kvcli[{extra}]", "missing", f"{', '.join(names)}: pip install 'kvcli[{extra}]'")
 
 
-def _models() -> Iterator[Finding]:
+def _copies(thorough: bool) -> Iterator[tuple[str, Path, str | None]]:
+    """The built-in models with the folders of their copies, and what is wrong with these."""
     for name, builtin in BUILTIN_MODELS.items():
         folder = copy_folder(builtin)
-        reason = damage(folder, thorough=False) if folder.exists() else None
+        yield name, folder, damage(folder, thorough) if folder.exists() else None
+
+
+def _models() -> Iterator[Finding]:
+    for name, folder, reason in _copies(thorough=False):
         state: Any = "broken" if reason else "ok" if folder.exists() else "missing"
         yield Finding(name, state, reason or (str(folder) if folder.exists() else "made by the first command"))
 
@@ -139,4 +153,31 @@ def _methods(output: Output) -> Iterator[Finding]:
             advance(1)
 
 
-COMMAND = Command("doctor", Options, run, "kvcli doctor")
+def env(options: EnvOptions, output: Output) -> None:
+    """Print versions and hardware, for bug reports."""
+    from kvcli.machine import environment_info
+
+    info = environment_info()
+    lines = [f"kvcli {info['kvcli']}" + (f" at {info['commit']}" if info["commit"] else "")]
+    lines.append(f"python {info['python']} on {info['platform']}")
+    lines += [f"{name} {version or 'not installed'}" for name, version in info["packages"].items()]
+    lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'] or 0)}")
+    lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in info["gpus"]] or ["gpu: none"]
+    if options.verify:
+        states = info["models"] = {}
+        for name, folder, reason in _copies(thorough=True):
+            if not folder.exists():
+                states[name] = "not downloaded"
+            elif reason:
+                states[name] = f"damaged: {reason}"
+                (folder / CHECKSUMS).unlink(missing_ok=True)  # the next command that needs it makes it again
+            else:
+                states[name] = f"whole, in {folder}"
+        lines += [f"{name}: {state}" for name, state in info["models"].items()]
+    output.result(info, "\n".join(lines), ["kvcli", "demo"])
+    if damaged := [name for name, state in info.get("models", {}).items() if state.startswith("damaged")]:
+        raise ModelError(f"damaged: {', '.join(damaged)}; the next command that needs it makes it again")
+
+
+DOCTOR = Command("doctor", Options, doctor, "kvcli doctor")
+ENV = Command("env", EnvOptions, env, "kvcli env --json")

@@ -1,4 +1,4 @@
-"""`kvcli inspect`: what an artifact, a recording, a stored context, a recipe or a file of records holds."""
+"""`kvcli inspect` and `kvcli diff`: what artifacts, recordings, contexts, recipes and records hold, and differ in."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from kvcli.tables import DataTable
 _SHOWN = 48
 """Characters of a value that are shown; --json has all."""
 
+_NAMED = 6
+"""Rows of one file alone that `diff` names; --json has all."""
+
 
 class InspectOptions(Options):
     """Options of `kvcli inspect`."""
@@ -29,7 +32,13 @@ class InspectOptions(Options):
     )
 
 
-def run(options: InspectOptions, output: Output) -> None:
+class DiffOptions(Options):
+    """Options of `kvcli diff`."""
+
+    paths: list[Path] = Field(default=[], description="two of a kind, as 'kvcli inspect' takes them")
+
+
+def inspect(options: InspectOptions, output: Output) -> None:
     """Show what is in an artifact, a recording, a context, a recipe or a file of records: bits, errors, origin.
 
     Bits count every scale and norm. An artifact is verified, of a context the record alone is read.
@@ -100,4 +109,42 @@ def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
     )
 
 
-COMMAND = Command("inspect", InspectOptions, run, f"kvcli inspect runs/smollm2-135m/{DEFAULT_METHOD}-2bit", ("path",))
+def diff(options: DiffOptions, output: Output) -> None:
+    """Show in what two artifacts, recordings, contexts, recipes or files of records differ.
+
+    Rows of records that were measured on the same text are compared unit by unit, with 95 % intervals.
+    """
+    if len(options.paths) != 2:
+        raise UsageError("name two paths")
+    from kvcli.report.compare import compared, differences
+    from kvcli.report.facts import describe
+
+    first, second = map(describe, options.paths)
+    if first["kind"] != second["kind"]:
+        raise UsageError(f"{first['path']} is of the kind {first['kind']}, {second['path']} of {second['kind']}")
+    of_records = first["kind"] == "records"
+    record: dict[str, Any] = compared(*options.paths) if of_records else {"rows": differences(first, second)}
+    title = f"{first['path']} (A) and {second['path']} (B)"
+    star = "; *: the 95 % interval of the difference excludes 0" if of_records else ""
+    table = DataTable.of(title + star, [_cells(row) for row in record["rows"]], text_columns=1 + of_records)
+    lines = [f"only in {side}: {_named(names)}" for side in "AB" if (names := record.get(f"only in {side}"))]
+    shown: list[str | DataTable] = [table] if record["rows"] else [f"{title} do not differ"] * (not lines)
+    output.result({"kind": first["kind"], **record}, [*shown, *lines])
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    shown = {x: text_of(y) for x, y in row.items() if x not in ("low", "high", "real") and y is not None}
+    if row.get("low") is not None:
+        shown["95 % interval"] = f"{row['low']:+.3g} to {row['high']:+.3g}{'*' if row['real'] else ' '}"
+    return shown
+
+
+INSPECT = Command(
+    "inspect", InspectOptions, inspect, f"kvcli inspect runs/smollm2-135m/{DEFAULT_METHOD}-2bit", ("path",)
+)
+DIFF = Command("diff", DiffOptions, diff, "kvcli diff before.jsonl after.jsonl", ("paths",))
