@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvcli.models import LoadedModel
     from kvcli.spec import ModelSpec
 
-IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
+Impl = Literal["auto", "fused", "reference"]
+IMPL_HELP = "attention and encoding; auto: Triton kernels on a GPU, PyTorch elsewhere"
 """Help of every `--impl`."""
 
 AUTO_DEVICE = "auto"

@@ -16,7 +16,7 @@ from pydantic import Field
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, parse_settings
+from kvcli.options import IMPL_HELP, Impl, parse_settings
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
@@ -50,7 +50,7 @@ class BenchOptions(SuiteOptions):
         "bits (generate on a CPU, contexts: one method without an artifact and one with)",
     )
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 
     def method_cases(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodCase]:

@@ -16,7 +16,7 @@ from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.errors import ContextError, UsageError
-from kvcli.options import IMPL_HELP, ModelOptions, Options
+from kvcli.options import IMPL_HELP, Impl, ModelOptions, Options
 from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
 
@@ -45,7 +45,7 @@ class ShowOptions(ModelOptions):
     artifact: Path | None = Field(
         default=None, description="artifact folder, for --kl; default: the newest for model and method"
     )
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
 
 
 class VerifyOptions(StoreOptions):

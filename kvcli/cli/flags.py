@@ -98,13 +98,8 @@ def signature(
         annotations[former] = Annotated[kind | None, typer.Option(f"--{former.replace('_', '-')}", hidden=True)]
     for name, (kind, info) in SHARED_FLAGS.items():
         annotations[name] = Annotated[kind, info]
-    switches = [name for name, (kind, _) in SHARED_FLAGS.items() if kind is bool]
-    parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=False if name in switches else None, annotation=annotation
-        )
-        for name, annotation in annotations.items()
-    ]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(x, kind, default=None, annotation=y) for x, y in annotations.items()]
     return inspect.Signature(parameters), annotations
 
 

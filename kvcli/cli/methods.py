@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-from kvcli.bench.suite import MAX_LENGTH
+from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, try_method
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
@@ -31,7 +31,7 @@ class MethodsOptions(Options):
         default=None,
         description="table of stored bits of the papers' configurations, for a shape: llama-3.1-8b or smollm2-135m",
     )
-    contexts: list[int] = Field(
+    contexts: Lengths = Field(
         default=[], description="context lengths of that table, in tokens; repeatable; default: 4096 and 131072"
     )
 
@@ -91,8 +91,6 @@ def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
     from kvcli.bench.shapes import shape_spec
     from kvcli.plan.cache import stored_bits
 
-    if not all(1 <= context <= MAX_LENGTH for context in contexts):
-        raise UsageError(f"--contexts takes lengths from 1 to {MAX_LENGTH}")
     spec = shape_spec(shape)
     rows = [row for name in METHODS for row in (get_method(name).paper_settings or {name: {}}).items()]
     records = [stored_bits(name, dict(settings), spec, contexts) for name, settings in rows]

@@ -12,7 +12,7 @@ from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError, error_text
-from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
+from kvcli.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
 from kvcli.sizes import parse_size, size
@@ -31,7 +31,7 @@ class CacheOptions(ModelOptions):
         description=f"method, such as {DEFAULT_METHOD}-1; repeatable; default: {BASELINE} and all that kvcli compares",
     )
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
     prompt_tokens: int = Field(default=8192, ge=1, le=2**27, description="length of a prompt")
     max_new_tokens: int = Field(default=256, ge=1, le=2**20, description="tokens after each prompt")
     batch: int = Field(default=1, ge=1, le=2**20, description="sequences at once")

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from kvcli.cli.fitting import check_fit, fit_time, fitted
 from kvcli.cli.output import Output
 from kvcli.contexts import index
-from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
+from kvcli.errors import ArtifactError, CacheError, suggestion
 from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
-from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.options import IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.paths import artifact_method, default_artifact, model_folder, newest_artifact
 from kvcli.progress import Reporter
 from kvcli.recipe import Recipe
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.models import LoadedModel
 
-
-IMPLS = ("auto", "fused", "reference")
 
 PREFILL_CHUNK = 4096
 """Tokens per forward pass of what is kept for later, where nothing else is asked for."""
@@ -59,7 +57,7 @@ class SessionOptions(ModelOptions):
     recipe: Path | None = Field(
         default=None, description="recipe of 'kvcli tune', in place of method, artifact and settings"
     )
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
 
     @model_validator(mode="before")
     @classmethod
@@ -110,8 +108,6 @@ class SessionOptions(ModelOptions):
         """
         check_model_name(self.model)
         settings = self.settings()
-        if self.impl not in IMPLS:
-            raise UsageError(f"unknown implementation '{self.impl}'; choose {', '.join(IMPLS[:-1])} or {IMPLS[-1]}")
         if context is not None and not context.exists():
             place = store or model_folder(self.model, "contexts")
             names = index.names(place)

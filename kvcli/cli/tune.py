@@ -16,7 +16,7 @@ from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
 from kvcli.machine import commit
-from kvcli.options import IMPL_HELP, parse_settings
+from kvcli.options import IMPL_HELP, Impl, parse_settings
 from kvcli.paths import artifact_method, model_folder
 from kvcli.registry import BASELINE, METHODS, check_settings, get_config, get_method, parse_name
 from kvcli.sizes import parse_size, size
@@ -42,7 +42,7 @@ class TuneOptions(TextOptions):
     num_sequences: int = Field(default=8, ge=1, description="sequences for the verdict, other ones")
     batch_size: int = Field(default=4, ge=1, description="sequences per batch")
     chunk: int = Field(default=32, ge=1, description="tokens fed at once")
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
     out: Path | None = Field(
         default=None, description="recipe to write, beside its records (.jsonl); default: runs/MODEL/recipe.yaml"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
+from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
@@ -24,15 +25,13 @@ class WarmupOptions(ModelOptions):
     )
     method: list[str] = Field(default=[], description="method; repeatable; default: all that bench compares")
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    batch: list[int] = Field(default=[1], description="sequences at once; repeatable")
+    batch: Lengths = Field(default=[1], description="sequences at once; repeatable")
 
 
 def run(options: WarmupOptions, output: Output) -> None:
     """Compile the kernels of a model ahead, in a container or on a cluster; later processes only load them."""
     settings = parse_settings(options.setting)
     check_methods([(name, {}) for name in options.method], settings)
-    if min(options.batch) < 1:
-        raise UsageError("--batch takes numbers from 1")
     import torch
 
     from kvcli.bench.layer import MethodCase

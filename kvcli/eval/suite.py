@@ -14,7 +14,7 @@ from pydantic import Field
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
 from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.options import IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.paths import is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
 from kvcli.recipe import Recipe
@@ -51,7 +51,7 @@ class EvalOptions(SuiteOptions):
     recipe: list[Path] = Field(default=[], description="recipe to measure, with its own settings; repeatable")
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: str = Field(default="auto", description=IMPL_HELP)
+    impl: Impl = Field(default="auto", description=IMPL_HELP)
     baseline: Path | None = Field(
         default=None,
         description="records of an earlier run, from --json or --out; exit with code 3 if a row is significantly worse",

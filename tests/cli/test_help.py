@@ -91,7 +91,7 @@ SLIPS = {
     "ask . x --method kivvi": (2, "did you mean 'kivi-2'?"),
     "generate no-such-folder": (1, "no such folder"),
     "generate missing.gguf": (1, "no such GGUF file"),
-    "generate --impl fussed": (2, "auto, fused or reference"),
+    "generate --impl fussed": (2, "--impl: Input should be 'auto', 'fused' or 'reference'"),
     "generate --bits 2": (2, "--method NAME-2"),
     "chat --resume missing": (1, "no context 'missing'"),
     "chat --method kivvi": (2, "did you mean 'kivi-2'?"),

@@ -52,7 +52,10 @@ def test_an_empty_prompt_is_refused(arguments: str) -> None:
         ("methods commvq-9", "commvq-9: bits: Input should be less than or equal to 4"),
         ("methods --contexts 5", "--contexts goes with --bits"),
         ("methods kivi --contexts 5", "--contexts goes with --bits"),
-        ("methods --bits llama-3.1-8b --contexts 99999999999999999999", "--contexts takes lengths from 1 to"),
+        (
+            "methods --bits llama-3.1-8b --contexts 99999999999999999999",
+            "--contexts: Input should be less than or equal to",
+        ),
         ("methods --quiet --verbose", "--quiet and --verbose exclude each other"),
         ("bench --methods kivi-2 --method rtn-4", "--methods is the former name of --method; give one of them"),
         ("train-codebook --codebook-size 17 x", "must be a power of two, got 17"),
