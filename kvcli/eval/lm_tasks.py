@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    from kvcli.errors import UsageError as _UsageError
-
-    raise _UsageError("--suite tasks needs lm-eval; install it with: pip install 'kvcli[eval]'") from error
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvcli.errors import UsageError, suggestion
 from kvcli.eval.greedy import end_tokens, greedy, read

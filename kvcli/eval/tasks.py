@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ class TasksOptions(ComparedOptions):
     def check(self) -> None:
         if not self.tasks:
             raise UsageError("suite tasks needs --tasks NAME; 'lm-eval ls tasks' lists those of lm-eval")
+        if find_spec("lm_eval") is None:
+            raise UsageError("suite tasks needs lm-eval; install it with: pip install 'kvcli[eval]'")
 
 
 class TaskDocument(Unit):
