@@ -44,8 +44,8 @@ def measured_rows(inputs: TextInputs, measurements: Sequence[Measurement]) -> It
             list(inputs.states),
             chunk=inputs.chunk,
             batch_size=inputs.batch_size,
-        )
-        figures = {"kl": report.kl_mean, "flips": 100 * report.flips, "perplexity": report.perplexity}
+        ).figures
+        figures = {"kl": report["kl_mean"], "flips": 100 * report["flips"], "perplexity": report["perplexity"]}
         yield {**one.columns, **figures, "paper": one.paper}
 
 

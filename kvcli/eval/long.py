@@ -80,6 +80,8 @@ def prepare(options: LongOptions, loaded: LoadedModel, cases: Sequence[Case], re
     """Rows of methods on one set of generated texts."""
     import torch
 
+    from kvcli.eval.quality import QualityReport
+
     prompts = options.sequences(loaded, options.num_sequences, options.prompt_tokens, reporter)
     parts = []
     with reporter.progress("generate", len(prompts) * options.max_new_tokens, "tokens") as advance:
@@ -94,7 +96,7 @@ def prepare(options: LongOptions, loaded: LoadedModel, cases: Sequence[Case], re
         for case in cases:
             with reporter.progress(case.label, texts.numel(), "tokens") as advance:
                 report = report_of(case, None, advance)
-            report = report.scores.after(skip).report(report.memory)
+            report = QualityReport(report.scores.after(skip), report.memory)
             quarters = [float(x.mean()) for x in report.scores.kl.tensor_split(_PARTS, dim=1)]
             fields = {**report.figures, "quarters": quarters, "distinct_pairs": distinct_pairs(texts[:, skip:])}
             yield Measured(case, [TokenBlock(**x) for x in report.scores.blocks()], report.memory, fields)

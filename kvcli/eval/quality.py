@@ -37,28 +37,6 @@ _LOGIT_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class QualityReport:
-    """What a method costs in quality, over all predicted tokens; `memory` is that after the last batch.
-
-    `kl_mean` and `kl_p99` are the mean and the 99th percentile of KL(uncompressed || compressed), nats per token;
-    `flips` is the share of tokens whose most probable successor changed.
-    """
-
-    kl_mean: float
-    kl_p99: float
-    flips: float
-    perplexity: float
-    reference_perplexity: float
-    num_tokens: int
-    memory: MemoryReport
-    scores: TokenScores
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("memory", "scores")}
-
-
-@dataclass(frozen=True)
 class TokenScores:
     """Figures of every token, float64 [num_sequences, seq_len] each.
 
@@ -90,18 +68,26 @@ class TokenScores:
     def after(self, count: int) -> TokenScores:
         return TokenScores(**{name: x[:, count:] for name, x in vars(self).items()})
 
-    def report(self, memory: MemoryReport) -> QualityReport:
-        kl = self.kl.flatten()
-        return QualityReport(
-            kl_mean=float(kl.mean()),
-            kl_p99=float(kl.kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values),
-            flips=float(self.flips.mean()),
-            perplexity=_exp(float(self.nll.nanmean())),
-            reference_perplexity=_exp(float(self.reference_nll.nanmean())),
-            num_tokens=kl.numel(),
-            memory=memory,
-            scores=self,
-        )
+
+@dataclass(frozen=True)
+class QualityReport:
+    """What a method costs in quality, token by token, and the memory of its cache after the last batch."""
+
+    scores: TokenScores
+    memory: MemoryReport
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Over all tokens: mean and 99th percentile of `kl`, the share of `flips`, and both models' perplexity."""
+        scores, kl = self.scores, self.scores.kl.flatten()
+        return {
+            "kl_mean": float(kl.mean()),
+            "kl_p99": float(kl.kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values),
+            "flips": float(scores.flips.mean()),
+            "perplexity": _exp(float(scores.nll.nanmean())),
+            "reference_perplexity": _exp(float(scores.reference_nll.nanmean())),
+            "num_tokens": kl.numel(),
+        }
 
 
 def token_scores(logits: Tensor, reference: Tensor, targets: Tensor) -> TokenScores:
@@ -197,7 +183,7 @@ def measure(
                         parts.append(scores)
                     advance(part.numel())
             batches.append(joined(parts, dim=1))
-        return joined(batches, dim=0).report(cache.memory())
+        return QualityReport(joined(batches, dim=0), cache.memory())
 
 
 def copied_tokens(record: ContextRecord, scored: int = SCORED_TOKENS) -> int:
@@ -238,4 +224,4 @@ def stored_quality(
     cache = session.load_cache(store.load(Match(stored, copied), model.device))
     states = backbone(model)(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
     scores = state_scores(model, states[:, -scored:], reference[:, -scored:], ids[:, -scored:][:, 1:])
-    return joined([*scores], dim=1).report(cache.memory())
+    return QualityReport(joined([*scores], dim=1), cache.memory())
