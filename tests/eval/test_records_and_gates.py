@@ -168,3 +168,12 @@ def test_a_difference_to_another_row_is_recorded_with_its_interval() -> None:
     assert (found.to, found.mean, found.real) == ("kivi-2", pytest.approx(0.11), True)
     assert found.low < 0.11 < found.high
     assert metrics_of(other.units, None)["kl_mean"].difference is None
+
+
+def test_a_figure_weighs_units_by_what_they_count() -> None:
+    counts = {"sequence": 0, "start": 0, "flips": 0.0, "reference_nll": 3.0}
+    blocks = [(256, 256, 0.1), (128, 64, 0.4)]
+    units = [TokenBlock(**counts, tokens=tokens, predicted=x, kl=kl, nll=kl) for tokens, x, kl in blocks]
+    found = metrics_of(units, None)
+    assert found["kl_mean"].mean == pytest.approx((256 * 0.1 + 128 * 0.4) / 384)
+    assert found["nll"].mean == pytest.approx((256 * 0.1 + 64 * 0.4) / 320)
