@@ -93,6 +93,8 @@ def explain(error: ValidationError, known: Collection[str]) -> str:
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"there is no setting '{name}'{suggestion(name, known) or '; settings are ' + ', '.join(known)}"
+    if first["type"] == "model_type" and not name:
+        return "it does not hold names with values"
     return f"{name or 'settings'}: {first['msg'].removeprefix('Value error, ')}"
 
 

@@ -48,6 +48,8 @@ class Recipe(BaseModel):
             raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
         except UsageError as error:
             raise ConfigError(f"{path}: {error}") from error
+        if "measured" not in recipe.model_fields_set:  # the last one of a file
+            raise ConfigError(f"{path} was cut off: it does not say what was measured")
         return recipe
 
     def save(self, path: Path) -> None:
@@ -74,7 +76,8 @@ class Recipe(BaseModel):
         """The artifact's folder, by default the recipe's, None without one; ConfigError: it holds another one."""
         folder = folder or self.artifact
         if (folder and artifact_sha256(folder)) != self.artifact_sha256:
-            raise ConfigError(f"{folder} does not hold the artifact of the recipe, if it has one; name it")
+            hint = "; name its folder with --artifact" if self.artifact_sha256 else ", which has none"
+            raise ConfigError(f"{folder} does not hold the artifact of the recipe{hint}")
         return Path(folder) if folder else None
 
 

@@ -127,7 +127,8 @@ def run(options: GenerateOptions, output: Output) -> None:
         output.warn(describe_generation(generation, session))
     following: list[Any] = []
     if options.context is None:
-        measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
+        named = {"--artifact": options.artifact, "--recipe": options.recipe, "--method": method}
+        measured = next([name, value] for name, value in named.items() if value)
         following = ["kvcli", "eval", *model_argument(options.model), *(measured if method != BASELINE else ())]
     record = {
         "model": options.model,

@@ -61,6 +61,7 @@ def test_commands_follow_a_recipe(recipe: Path) -> None:
     assert ours["memory"]["nominal_bits"] == pytest.approx([7 / 3, 20 / 3])
     longer = result("generate", *prompt, "--recipe", str(recipe), "--residual-length", "16")
     assert longer["memory"]["num_encoded"] < ours["memory"]["num_encoded"]
+    assert "next: kvcli eval --recipe made/r.yaml" in invoke("generate", *prompt[:-1], "--recipe", str(recipe)).stderr
     rows = result("eval", *KL, "--recipe", str(recipe), *said, "--json")["rows"]
     assert [row["label"] for row in rows] == ["kivi", "r"]
     assert [name for name, _ in named(rows)] == ["kivi", "r (kivi)"]
@@ -79,7 +80,8 @@ def test_a_recipe_of_another_model_is_refused_by_name(recipe: Path) -> None:
     ("text", "said"),
     [
         ("method: [", "is not YAML"),
-        ("- 1", "is no recipe"),
+        ("- 1", "is no recipe of this kvcli: it does not hold names with values"),
+        ("{model: m, fingerprint: f, method: kivi, settings: {}}", "was cut off: it does not say what was measured"),
         ("method: kivi", "there is no setting|model: Field required"),
         ("{format_version: 2, model: m, fingerprint: f, method: kivi}", "format_version"),
         ("{model: m, fingerprint: f, method: kivvi}", "unknown method 'kivvi'"),
@@ -111,14 +113,14 @@ def test_an_artifact_is_the_one_that_was_measured(
         assert session.config.sink_length == 2
         expected = session.codecs[0].state_dict()
     folder.rename(tmp_path / "b")
-    with pytest.raises(ConfigError, match="does not hold the artifact"):
+    with pytest.raises(ConfigError, match="hold the artifact of the recipe; name its folder with --artifact"):
         kvcli.attach(loaded, recipe=tmp_path / "r.yaml")
     with kvcli.attach(loaded, recipe=tmp_path / "r.yaml", artifact=tmp_path / "b") as session:
         assert all(torch.equal(x, expected[name]) for name, x in session.codecs[0].state_dict().items())
     tiny_artifact(get_method("kvquant")).save(tmp_path / "c")
     with pytest.raises(ConfigError, match="does not hold the artifact"):
         made.find_artifact(tmp_path / "c")
-    with pytest.raises(ConfigError, match="if it has one"):
+    with pytest.raises(ConfigError, match="the recipe, which has none"):
         made.model_copy(update={"artifact_sha256": None}).find_artifact(tmp_path / "c")
 
 
