@@ -167,7 +167,10 @@ def with_bits(base: Case, bits: Sequence[int]) -> Case:
     sides = {"k_bits": [*bits[: len(bits) // 2]], "v_bits": [*bits[len(bits) // 2 :]]}
     settings = {name: x[0] if len({*x}) == 1 else x for name, x in sides.items()}
     name = method_name(base.method, settings)
-    if name == base.method:
+    if len(coded := [i for i, x in enumerate(bits) if x != EXACT]) == 1:
+        side, layer = divmod(coded[0], len(bits) // 2)
+        name += f", {('keys', 'values')[side]} of layer {layer} alone"
+    elif name == base.method:
         name += " by layer, K {:.2f} V {:.2f}".format(*map(fmean, sides.values()))
     return replace(base, label=name + base.label, settings={**base.settings, **settings})
 

@@ -50,7 +50,9 @@ def run(options: CacheOptions, output: Output) -> None:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
     best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
     if best is None:
-        hint = "" if options.prefill_chunk else "; a prompt that is read in parts (--prefill-chunk 4096) takes less"
+        lengths = options.prompt_tokens, options.max_new_tokens, options.batch
+        smaller = not options.prefill_chunk and any(x.peak_bytes(*lengths, chunk=4096) <= memory for x in plans)
+        hint = "; a prompt that is read in parts would: --prefill-chunk 4096" if smaller else ""
         output.say(f"nothing that was measured fits{hint}")
     elif best["method"] == BASELINE:
         output.say("nothing has to be compressed")

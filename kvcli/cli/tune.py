@@ -103,7 +103,8 @@ def run(options: TuneOptions, output: Output) -> None:
     sequences = options.sequences(loaded, options.search_sequences + options.num_sequences, options.seq_len, output)
     texts = sequences[: options.search_sequences], sequences[options.search_sequences :]
     if not len(texts[1]):
-        raise UsageError("the text does not suffice for the verdict; lower --seq-len or --search-sequences")
+        needed = (options.search_sequences + 1) * options.seq_len
+        raise UsageError(f"the text is too short: take one of {needed} tokens or more, or lower --seq-len")
     path = options.out or model_folder(options.model, "recipe.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     search = 2 * (loaded.spec.num_layers + max(len(widths_of(x.method)) for x in bases))
@@ -120,6 +121,8 @@ def run(options: TuneOptions, output: Output) -> None:
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
     if " by layer" not in best.case.label:
         output.say("nothing with bits by layer is better")
+    if all(row["kl_low"] is None for row in rows):
+        output.warn(f"warning: {texts[1].numel()} tokens are too few for an interval: other text may lose far more")
     output.say(f"wrote {path}; for a model card: {badge}")
     title = f"{options.model}: KL of {texts[1].numel()} tokens, caches of {tokens}; *: not that of {best.case.label}"
     table = DataTable.of(title, [_cells(row) for row in rows], ("95 % interval", "bits K", "bits V"))

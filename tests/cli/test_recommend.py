@@ -61,6 +61,17 @@ def test_what_does_not_fit_is_last_and_the_least_loss_of_what_fits_is_recommende
         assert all(row["fits"] == (row["peak_bytes"] <= limit) for row in made["methods"])
 
 
+def test_reading_in_parts_is_advised_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "model_config", lambda name, *_: shape_config("smollm2-135m"))
+    words = ("recommend", "tiny", "--device", "cuda", "--prompt-tokens", "65536")
+    whole = result(*words, "--memory", "1TiB", "--json")["methods"]
+    parts = result(*words, "--memory", "1TiB", "--prefill-chunk", "4096", "--json")["methods"]
+    least = min(x["peak_bytes"] for x in parts)
+    assert least < min(x["peak_bytes"] for x in whole)
+    for limit, advised in ((least, True), (least - 1, False)):
+        assert ("would: --prefill-chunk 4096" in result(*words, "--memory", str(limit)).stderr) == advised
+
+
 def test_losses_of_other_models_are_said_to_be_theirs() -> None:
     done = result("recommend", "org/unknown", *SHARED, "--memory", "100GiB")
     says(done.stdout, "KL, large", "KL, tiny", "0.0400", "0.2000")

@@ -81,6 +81,11 @@ def test_the_search_writes_a_recipe_that_does_what_it_says(command_model: Loaded
     assert sum(kl) / 8 == pytest.approx(best["kl_mean"], rel=1e-4)
 
 
+def test_a_text_too_short_for_intervals_is_told(command_model: LoadedModel) -> None:
+    done = invoke("tune", *TINY, *KIVI, "--num-sequences", "2", "--max-bits", "16")
+    assert "warning: 128 tokens are too few for an interval: other text may lose far more" in done.stderr
+
+
 def test_layers_that_lose_most_get_most_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model whose second layer has no output: its bits cost nothing."""
     from dataclasses import replace
@@ -131,6 +136,9 @@ def test_methods_are_compared_before_layers_are_searched(command_model: LoadedMo
     assert numbers == [*range(1, len(numbers) + 1)]
     assert numbers[-1] <= most
     assert "left out: " not in done.stderr
+    assert "too few for an interval" not in done.stderr
+    assert ", keys of layer 0 alone: " in done.stderr
+    assert ", values of layer 1 alone: " in done.stderr
     records = [json.loads(line) for line in Path("runs/smollm2-135m/recipe.jsonl").read_text().splitlines()]
     searched = {x["method"] for x in records if isinstance(x["settings"].get("k_bits"), list)}
     assert len(searched) == 1
@@ -139,6 +147,7 @@ def test_methods_are_compared_before_layers_are_searched(command_model: LoadedMo
 
 
 def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedModel) -> None:
+    Path("short.txt").write_text("Four words and more. " * 24)
     assert "--max-kld, --max-bits or --memory" in refused("tune")
     assert "bits are searched of rtn" in refused("tune", "--max-kld", "1", "--method", "kivi-2")
     assert "bits are searched of rtn" in refused("tune", "--max-kld", "1", "--method", "commvq")
@@ -146,6 +155,8 @@ def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedMode
     assert "multiple of group_size" in refused("tune", "--max-kld", "1", "--method", "kivi", "--residual-length", "9")
     assert "the model alone needs" in refused("tune", "--memory", "100MiB", *TINY, *KIVI)
     assert "nothing reaches the goal" in refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
+    short = refused("tune", *TINY, *KIVI, "--max-bits", "4", "--search-sequences", "8", "--corpus", "short.txt")
+    assert "the text is too short: take one of 576 tokens or more, or lower --seq-len" in short
     assert "take a longer --seq-len" in refused("tune", *TINY, *KIVI, "--max-bits", "4", "--seq-len", "12")
 
 
