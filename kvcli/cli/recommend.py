@@ -51,8 +51,8 @@ def run(options: CacheOptions, output: Output) -> None:
     best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
     if best is None:
         lengths = options.prompt_tokens, options.max_new_tokens, options.batch
-        smaller = not options.prefill_chunk and any(x.peak_bytes(*lengths, chunk=4096) <= memory for x in plans)
-        hint = "; a prompt that is read in parts would: --prefill-chunk 4096" if smaller else ""
+        parts = not options.prefill_chunk and any(x.peak_bytes(*lengths, chunk=4096) <= memory for x in plans)
+        hint = "; a prompt that is read in parts would: --prefill-chunk 4096" if parts else ""
         output.say(f"nothing that was measured fits{hint}")
     elif best["method"] == BASELINE:
         output.say("nothing has to be compressed")

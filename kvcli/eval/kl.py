@@ -116,7 +116,8 @@ def scored(
 
     def report(case: Case, layers: Collection[int] | None, advance: Callable[[int], None]) -> QualityReport:
         attach = partial(case.attach, loaded, reporter, layers, batch, chunk)
-        return measure(loaded.model, attach, sequences, states, chunk=chunk, batch_size=batch, advance=advance)
+        pace: dict[str, Any] = {"chunk": chunk, "batch_size": batch, "advance": advance, "warn": reporter.warn}
+        return measure(loaded.model, attach, sequences, states, **pace)
 
     return report
 

@@ -25,6 +25,7 @@ from kvcli.cache.context import ContextRecord
 from kvcli.contexts import ContextStore, Match, StoredContext
 from kvcli.errors import UsageError
 from kvcli.models import not_finite
+from kvcli.registry import BASELINE, method_name
 from kvcli.seam.decoder import backbone, logits_of
 
 BLOCK_TOKENS = 256
@@ -152,6 +153,7 @@ def measure(
     chunk: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> QualityReport:
     """Runs sequences through a compressed cache and compares with the uncompressed model.
 
@@ -162,6 +164,7 @@ def measure(
         states: `reference_states` of each batch.
         chunk: tokens of each sequence fed at once; a batch has `batch_size` sequences.
         advance: called with the number of tokens processed.
+        warn: called if no token was a code when the last ones were read, so that nothing can have been lost.
 
     Raises:
         ModelError: logits that are not finite; the message names the method and the layer.
@@ -174,6 +177,7 @@ def measure(
             with closing(session.chunks(cache, chunk, tokens.shape[1])) as read:
                 for start in range(0, tokens.shape[1], chunk):
                     part = tokens[:, start : start + chunk]
+                    coded = cache.memory().num_encoded if start + chunk >= tokens.shape[1] else 0
                     stop, hidden = start + part.shape[1], read(part)
                     targets = tokens[:, start + 1 : stop + 1]
                     for scores in state_scores(model, hidden, reference[:, start:stop], targets):
@@ -183,6 +187,9 @@ def measure(
                         parts.append(scores)
                     advance(part.numel())
             batches.append(joined(parts, dim=1))
+        if not coded and session.method.name != BASELINE:
+            name = method_name(session.method.name, dict(session.config))
+            warn(f"warning: nothing was measured of {name}: its window holds these texts; take longer ones")
         return QualityReport(joined(batches, dim=0), cache.memory())
 
 

@@ -64,6 +64,7 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
             first, _, last = ([unit["answer"] for unit in row["units"]] for row in found["rows"])
             assert first == last  # the fp16 cache says what the model says
     assert [record.label for record in read_rows(Path("rows.jsonl"))] == labels
+    assert "nothing was measured" not in done.stderr
     assert all(row["memory"]["num_encoded"] > 0 for row in found["rows"] if row["memory"])
     whole = get_suite(EVAL_SUITES[suite])
     options = whole.options.model_validate(found["rows"][0]["options"])
@@ -74,6 +75,12 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
         assert all(len(line.rstrip()) <= width for line in shown)
         assert not any("…" in line for line in shown)
         assert any("kivi-2" in line for line in shown)
+
+
+def test_texts_inside_the_window_are_told_to_measure_nothing(command_model: LoadedModel) -> None:
+    done = invoke("kl", "--method", "fp16", *KIVI, *SIZES["kl"], "--chunk", "4", "--seq-len", "10")
+    assert "warning: nothing was measured of kivi-2: its window holds these texts" in done.stderr
+    assert done.stderr.count("warning: ") == 1
 
 
 def test_the_table_says_which_differences_are_real(command_model: LoadedModel) -> None:
