@@ -113,14 +113,14 @@ BUDGET = {
     "bench": 3278,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1423,  # blocks of logits by vocabulary
-    "cli": 4443,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
+    "cli": 4444,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
-    "eval": 2968,  # rows without gradients, options that differ by name
+    "eval": 2972,  # rows without gradients, options that differ by name
     "integrations": 2445,  # the backend of vLLM; pages that both engines share
     "kernels": 966,  # where tiles of tokens lie in pages
     "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
-    "report": 939,  # tables, of which docs had a third; charts; what files hold; records of others
+    "report": 946,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1468,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
     "storage": 640,

@@ -38,7 +38,8 @@ def run(options: ReportOptions, output: Output) -> None:
     out = options.out or Path(f"report.{options.format}")
     if out.resolve() in [path.resolve() for path in options.records]:
         raise UsageError(f"--out {out} is one of the records")
-    made = sections([row for path in options.records for row in read(path)])
+    lines = [row for path in options.records for row in read(path, lambda line: output.warn(f"warning: {line}"))]
+    made = sections(lines)
     text = (page if options.format == "html" else markdown)(made)
     parts = [{"suite": x.suite, "title": x.title, "rows": len(x.rows)} for x in made]
     record = {"file": str(out), "bytes": len(text.encode()), "sections": parts}

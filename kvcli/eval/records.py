@@ -6,7 +6,7 @@ docs/records.md describes every field. A suite adds a class of units.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -151,8 +151,10 @@ def from_plain(values: Mapping[str, Any]) -> EvalRecord:
     return record_type(found.record, found.unit).model_validate(values)
 
 
-def read_plain(path: Path) -> list[dict[str, Any]]:
+def read_plain(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """The rows of a file as plain JSON values: lines that `--out` wrote, or the object that `--json` printed.
+
+    Lines that are no JSON objects, as a kill leaves one, are left out; `warn` is told how many.
 
     Raises:
         UsageError: no such file, or one without rows.
@@ -169,6 +171,8 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
             of_all = {"machine": content["machine"]}
     except (ValueError, RecursionError):
         rows = read_records(path)
+        if rows and (lost := sum(not line.isspace() for line in text.splitlines() if line) - len(rows)):
+            warn(f"{path}: lines that are cut off or damaged were left out: {lost}")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path} holds no records of kvcli eval or kvcli bench")
     return [of_all | row for row in rows]

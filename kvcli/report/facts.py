@@ -40,7 +40,7 @@ def describe(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is a store: name one of its contexts, {path}/NAME, or 'kvcli contexts list --store'")
     if not path.is_file():
         what = "is neither an artifact nor a recording" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}; name one, a context, a recipe or a file of records")
+        raise UsageError(f"{path} {what}; name an artifact, a recording, a context, a recipe or records")
     if path.suffix in (".yaml", ".yml"):
         return {"kind": "recipe", "path": str(path), **_recipe(path)}
     with path.open("rb") as file:
@@ -175,14 +175,16 @@ def _records(path: Path) -> dict[str, Any]:
     """Facts of records: their tables, with what `kvcli report` says of them."""
     from kvcli.report.tables import read, sections
 
+    lost = list[str]()
     return {
         "sections": [
             {
                 **{"title": x.title, "about": x.about, "notes": list(x.notes), "commands": list(x.commands)},
                 "rows": [dict(zip(x.table.columns, row, strict=True)) for row in x.table.rows],
             }
-            for x in sections(read(path))
-        ]
+            for x in sections(read(path, lost.append))
+        ],
+        "warnings": lost,
     }
 
 

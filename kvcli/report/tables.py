@@ -28,6 +28,9 @@ _NAMING = ("setting", "residual_length", "sink_length", "impl", "dtype", "device
 _ELSEWHERE = {*ROW_OPTIONS, "sink_length", "residual_length", "batch_size", "max_kld", "max_flips", "model_revision"}
 """Options in which rows of one table may differ."""
 
+_TEXT = ("corpus", "corpus_split", "seq_len")
+"""Options that say which text was read."""
+
 WRONG = "\u25b8"
 """Stands before the first wrong character of an answer."""
 
@@ -80,7 +83,7 @@ class Section:
         return _suite(self.suite).help
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """The records of a file, lines of `--out` or the object of `--json`; `units` may have been left out.
 
     Control characters outside `units` are blanks: a terminal would obey them, and charts cannot have them.
@@ -88,7 +91,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: no such file, or a row that is no record.
     """
-    rows = [{name: x if name == "units" else _printable(x) for name, x in row.items()} for row in read_plain(path)]
+    plain = read_plain(path, warn)
+    rows = [{name: x if name == "units" else _printable(x) for name, x in row.items()} for row in plain]
     for place, row in enumerate(rows):
         if row.get("suite") not in (*EVAL_SUITES, *BENCH_SUITES):
             raise UsageError(f"{path}: row {place} is no record of kvcli eval or kvcli bench")
@@ -332,7 +336,8 @@ def _notes(rows: Records) -> list[str]:
     of = first.get("model", first.get("shape"))
     random = ", random weights" if first.get("weights") == "random" else ""
     dtypes = "/".join(dict.fromkeys(str(row.get("dtype", "")) for row in rows)).strip("/")
-    notes = [f"{of}{random}{f', {dtypes}' if dtypes else ''}"]
+    text = "".join(f", {x.replace('_', '-')} {y}" for x, y in (first.get("options") or {}).items() if x in _TEXT and y)
+    notes = [f"{of}{random}{f', {dtypes}' if dtypes else ''}{text}"]
     notes += dict.fromkeys(
         f"{machine(row)}, kvcli {row['machine'].get('kvcli')}"
         + (f" at {row['machine']['commit']}" if row["machine"].get("commit") else "")

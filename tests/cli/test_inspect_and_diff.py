@@ -121,6 +121,12 @@ def test_records_show_their_tables_and_commands(tiny: Any) -> None:
     (section,) = inspected("a.jsonl")["sections"]
     assert section["rows"][0]["method"] == "kivi-2"
     says(result("inspect", "a.jsonl").stdout, "kl: smollm2-135m", "$ kvcli eval kl --method kivi-2", "perplexity")
+    assert "smollm2-135m, float32, corpus builtin:docs, seq-len 64" in section["notes"][0]
+    with Path("a.jsonl").open("a") as file:
+        file.write('\n{"suite": "kl", "met\n')
+    lost = "a.jsonl: lines that are cut off or damaged were left out: 1"
+    says(result("inspect", "a.jsonl").stdout, f"warning: {lost}", "kivi-2")
+    assert f"warning: {lost}" in result("report", "a.jsonl", "--format", "md").stderr
 
 
 def test_rows_on_the_same_text_are_compared_unit_by_unit(tiny: Any) -> None:
