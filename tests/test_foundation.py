@@ -113,7 +113,7 @@ BUDGET = {
     "bench": 3278,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1423,  # blocks of logits by vocabulary
-    "cli": 4444,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
+    "cli": 4445,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2972,  # rows without gradients, options that differ by name
     "integrations": 2445,  # the backend of vLLM; pages that both engines share

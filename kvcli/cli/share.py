@@ -143,7 +143,8 @@ def _naming(source: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, KvcliError) or getattr(error, "errno", None):
             raise
-        raise KvcliError(f"{source}: {error_text(error)[:250]}") from error
+        where = source if "://" in source else f"{source} is no folder here, and on the hub"
+        raise KvcliError(f"{where}: {error_text(error)[:250]}") from error
 
 
 _EXAMPLE = f"kvcli push runs/smollm2-135m/{DEFAULT_METHOD}-2bit OWNER/NAME"

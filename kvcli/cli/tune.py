@@ -28,7 +28,7 @@ class TuneOptions(TextOptions):
 
     max_kld: float | None = Field(default=None, gt=0, description="find the fewest bytes for this KL, nats per token")
     max_bits: float | None = Field(default=None, gt=0, description="find the least loss at so many bits per number")
-    memory: str | None = Field(default=None, description="or with so much memory of a GPU for all, such as 24GiB")
+    memory: str | None = Field(default=None, description="find the least loss in so much GPU memory, such as 24GiB")
     context: str = Field(default="32K", description="tokens of the cache whose bytes count, window included")
     method: list[str] = Field(
         default=[], description="method to search, without bits; repeatable; default: all with bits of both"

@@ -146,7 +146,7 @@ def test_what_cannot_be_shared_or_found_is_told(artifact: Path, hub: Hub, record
     refused("push", "c.safetensors", REPO, code=1)
     assert not hub.commits
     refused("push", str(artifact))
-    assert "me/none" in refused("pull", "me/none", code=1)
+    assert "me/none is no folder here, and on the hub: " in refused("pull", "me/none", code=1)
     push(artifact)
     assert "Revision Not Found" in refused("pull", f"{REPO}@{'1' * 40}", code=1)
     assert "Repo id must be" in refused("push", str(artifact), "a/b/c", code=1)
