@@ -215,6 +215,7 @@ class EvalRun(Run):
         """Measures rows, one after another; they have differences to the row compared with if that came before."""
         import torch
 
+        from kvcli.artifact import Artifact
         from kvcli.artifact.metadata import METADATA, Metadata
         from kvcli.eval.intervals import metrics_of
         from kvcli.machine import environment_info
@@ -224,6 +225,10 @@ class EvalRun(Run):
         loaded = options.load(reporter)
         for recipe in self._recipes:
             recipe.check_model(loaded.fingerprint)
+        for case in cases:  # before anything is measured
+            if case.artifact is not None:
+                name = parse_name(case.method)[0]
+                Artifact.load(case.artifact).check_model(loaded.spec, loaded.fingerprint, name)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)
         shared = {

@@ -25,7 +25,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: the disk is full and the like, or a device or a folder has the name; it names the file.
     """
     if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, "it is there and no regular file", str(path))
+        raise FileExistsError(errno.EEXIST, "Not a regular file", str(path))
     temporary = temporary_path(path)
     try:
         with _write_errors_name(path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import result
+from console import invoke, result
 
 from kvcli.errors import ArtifactError
 from kvcli.eval.suite import EvalOptions, choose_cases
@@ -37,3 +37,13 @@ def test_a_method_with_bits_and_its_artifact_give_one_row(elsewhere: Path) -> No
     (row,) = result("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")["rows"]
     assert (row["method"], row["artifact"], row["label"]) == ("commvq-2", str(elsewhere), "elsewhere")
     assert row["memory"]["num_encoded"] > 0
+
+
+def test_a_damaged_artifact_is_refused_before_anything_is_measured(elsewhere: Path) -> None:
+    content = bytearray((elsewhere / "codec.safetensors").read_bytes())
+    content[-1] ^= 1
+    (elsewhere / "codec.safetensors").write_bytes(content)
+    done = invoke("eval", "--method", "kivi-2", "--artifact", str(elsewhere), "--seq-len", "64", "--num-sequences", "1")
+    assert done.exit_code == 1
+    assert "is corrupt or truncated" in done.stderr
+    assert "uncompressed" not in done.stderr
