@@ -76,7 +76,7 @@ class Recipe(BaseModel):
         """The artifact's folder, by default the recipe's, None without one; ConfigError: it holds another one."""
         folder = folder or self.artifact
         if (folder and artifact_sha256(folder)) != self.artifact_sha256:
-            hint = "; name its folder with --artifact" if self.artifact_sha256 else ", which has none"
+            hint = "; its 'artifact' has to name the folder that does" if self.artifact_sha256 else ", which has none"
             raise ConfigError(f"{folder} does not hold the artifact of the recipe{hint}")
         return Path(folder) if folder else None
 

@@ -113,7 +113,7 @@ def test_an_artifact_is_the_one_that_was_measured(
         assert session.config.sink_length == 2
         expected = session.codecs[0].state_dict()
     folder.rename(tmp_path / "b")
-    with pytest.raises(ConfigError, match="hold the artifact of the recipe; name its folder with --artifact"):
+    with pytest.raises(ConfigError, match="hold the artifact of the recipe; its 'artifact' has to name"):
         kvcli.attach(loaded, recipe=tmp_path / "r.yaml")
     with kvcli.attach(loaded, recipe=tmp_path / "r.yaml", artifact=tmp_path / "b") as session:
         assert all(torch.equal(x, expected[name]) for name, x in session.codecs[0].state_dict().items())
