@@ -33,6 +33,7 @@ from kvcli.progress import Reporter
 from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_config, get_method, method_name
 from kvcli.seam.probe import probe
+from kvcli.sizes import size
 from kvcli.storage.atomic import append_record, read_records
 from kvcli.storage.manifest import json_sha256
 
@@ -263,6 +264,10 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[T
     trials = list({x.case.label + str(x.case.settings): x for x in trials}.values())
     best = goal.best(trials, lambda x: (x.memory.cache_bytes, x.loss))
     if best is None:
-        least = min(trials, key=lambda x: x.loss)
-        raise QualityGateError(f"nothing reaches the goal; least is lost by {least.case.label}: {least.loss:.4g}")
+        least, small = min(trials, key=lambda x: x.loss), min(trials, key=lambda x: x.memory.cache_bytes)
+        reason = f"least is lost by {least.case.label}: {least.loss:.4g}"
+        if small.memory.cache_bytes > goal.max_bytes:
+            sizes = f"{size(small.memory.cache_bytes)}, more than {size(goal.max_bytes)}"
+            reason = f"the smallest cache, of {small.case.label}, takes {sizes}"
+        raise QualityGateError(f"nothing reaches the goal; {reason}")
     return best, trials

@@ -154,7 +154,9 @@ def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedMode
     assert "did you mean 'kivi-2'" in refused("tune", "--max-kld", "1", "--method", "kivvi")
     assert "multiple of group_size" in refused("tune", "--max-kld", "1", "--method", "kivi", "--residual-length", "9")
     assert "the model alone needs" in refused("tune", "--memory", "100MiB", *TINY, *KIVI)
-    assert "nothing reaches the goal" in refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
+    large = refused("tune", *TINY, *KIVI, "--max-bits", "1", code=3)
+    assert re.search(r"nothing reaches the goal; the smallest cache, of kivi.*, takes .* KiB, more than .* KiB", large)
+    assert "the goal; least is lost by kivi" in refused("tune", *TINY, *KIVI, "--max-kld", "1e-9", code=3)
     short = refused("tune", *TINY, *KIVI, "--max-bits", "4", "--search-sequences", "8", "--corpus", "short.txt")
     assert "the text is too short: take one of 576 tokens or more, or lower --seq-len" in short
     assert "take a longer --seq-len" in refused("tune", *TINY, *KIVI, "--max-bits", "4", "--seq-len", "12")
