@@ -225,7 +225,7 @@ class EvalRun(Run):
         loaded = options.load(reporter)
         for recipe in self._recipes:
             recipe.check_model(loaded.fingerprint)
-        for case in cases:  # before anything is measured
+        for case in self._cases:  # before anything is measured
             if case.artifact is not None:
                 name = parse_name(case.method)[0]
                 Artifact.load(case.artifact).check_model(loaded.spec, loaded.fingerprint, name)
