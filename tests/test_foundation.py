@@ -116,7 +116,7 @@ BUDGET = {
     "cli": 4445,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2977,  # rows without gradients, options that differ by name
-    "integrations": 2445,  # the backend of vLLM; pages that both engines share
+    "integrations": 2446,  # the backend of vLLM; pages that both engines share
     "kernels": 966,  # where tiles of tokens lie in pages
     "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller

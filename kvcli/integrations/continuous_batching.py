@@ -297,7 +297,7 @@ def enable(
     with attach(model, method, artifact=artifact, recipe=recipe, **settings) as session:
         check_codecs(method or session.method.name, session.codecs)
     module: Any = session.model
-    config = module.config.get_text_config()
+    attention, config = module.config._attn_implementation, module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
     with _lock:
@@ -308,6 +308,8 @@ def enable(
     try:
         yield module
     finally:
+        if module.config._attn_implementation != attention:  # 5.18 leaves its own after an error
+            module.set_attn_implementation(attention)
         with _lock:
             del _enabled[id(config)]
             if not _enabled:

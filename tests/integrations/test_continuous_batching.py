@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from engine_answers import NEW_TOKENS, Answer, PagedCache, check, prompts_of, session_of
 from factories import load, make_model, record
 from families import make
@@ -30,6 +31,7 @@ from kvcli.integrations.pages import LayerEncoder
 from kvcli.recipe import Recipe
 from kvcli.registry import get_method, parse_method
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
 
 
@@ -185,6 +187,7 @@ def test_sinks_are_encoded_as_zeros(tiny_model: Any, monkeypatch: pytest.MonkeyP
     assert all(x.tolist() == [False] * 3 + [True] * 6 for x in seen)
 
 
+@pytest.mark.skipif(VERSION < (5, 19), reason="transformers asks for FlashAttention before it is called")
 def test_models_with_flash_attention_are_given_no_mask(tiny_model: Any) -> None:
     """FlashAttention itself is not called."""
     prompts = prompts_of(tiny_model, 20, 9, 40)
@@ -332,6 +335,8 @@ def test_layers_with_a_sliding_window_keep_their_cache() -> None:
     "model_type", [pytest.param("gemma2", id="capped scores"), pytest.param("gpt_oss", id="sinks in every softmax")]
 )
 def test_scores_are_those_of_the_model(model_type: str) -> None:
+    if model_type == "gemma2" and VERSION < (5, 21):
+        pytest.skip("refused by name: the model's own attention does not cap scores")
     model = make(model_type, **({"layer_types": ["full_attention"] * 4} if model_type == "gemma2" else {}))
     prompts = prompts_of(model, 20, 9, 40)
     with enabled(model, "rtn-4"):
