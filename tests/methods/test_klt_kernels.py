@@ -68,6 +68,22 @@ def test_attention_of_several_blocks_per_program(
     assert_same(ours, attend_codes(codec, query.to(dtype).float(), part, 0.125), dtype)
 
 
+def test_queries_are_turned_to_the_tiles_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to the last one, where the first token is in the middle of a tile; beyond it nothing is written."""
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    part = make_part(codec, 4, 2, 3 * ROPE_TILE, None)
+    assert part.rotations is not None
+    begin = int(part.rotations.positions[0, 0]) % ROPE_TILE
+    lengths = torch.tensor([2 * ROPE_TILE - begin + 1, 3], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(2, 2, 3, 64, device=DEVICE)
+    every, _ = tile_queries(codec.key, codec.offset, query, part.rotations, 1.0)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, float("nan"), **how))
+    out, _ = tile_queries(codec.key, codec.offset, query, part.rotations, 1.0, lengths)
+    for row, tiles in enumerate((3, -(-(begin + 3) // ROPE_TILE))):
+        assert torch.equal(out[row, :, :tiles], every[row, :, :tiles])
+        assert out[row, :, tiles:].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-3, 300.0, 1e6])
 def test_queries_of_tiles(dtype: torch.dtype, size: float) -> None:
