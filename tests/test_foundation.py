@@ -117,7 +117,7 @@ BUDGET = {
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2977,  # rows without gradients, options that differ by name
     "integrations": 2446,  # the backend of vLLM; pages that both engines share
-    "kernels": 966,  # where tiles of tokens lie in pages
+    "kernels": 974,  # where tiles of tokens lie in pages
     "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 946,  # tables, of which docs had a third; charts; what files hold; records of others

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kvcli.progress import Progress
@@ -64,9 +65,13 @@ def _specialized(parameter: Any, argument: Any) -> Any:
 def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], progress: Progress) -> None:
     """Compiles what the functions return, then loads it, which raises for kernels that do not fit the GPU."""
 
-    def load(variant: tuple[torch.device, Callable[[], Any]]) -> None:
+    def build_launcher(variant: tuple[torch.device, Callable[[], Any]]) -> None:
+        """Compiles the kernel's launcher in C onto the disk."""
         with torch.cuda.device(variant[0]):
-            variant[1]().run  # noqa: B018  # a property that loads; it may compile a launcher in C
+            kernel = variant[1]()
+            # not `kernel.run`, which would keep it: launchers are modules of one name, and Python gives two threads
+            # that load two of them again the same module, with the functions of either
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         mode: Any = triton.AsyncCompileMode(pool) if hasattr(triton, "AsyncCompileMode") else None  # since 3.5
@@ -78,5 +83,8 @@ def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], progress: P
             for _ in as_completed(mode.raw_futures if mode else ()):
                 advance(1)
         with progress("loading kernels", len(variants), "kernels") as advance:
-            for _ in pool.map(load, variants):
+            list(pool.map(build_launcher, variants))
+            for device, compile_one in variants:
+                with torch.cuda.device(device):
+                    compile_one().run  # noqa: B018  # a property that loads
                 advance(1)

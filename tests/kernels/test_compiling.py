@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,14 @@ def test_all_are_compiled_then_loaded_and_counted(together: bool, monkeypatch: p
         @property
         def run(self) -> None:
             events.append(("load", self.number))
+            loaders.append(get_ident())
+
+    class Driver:
+        def launcher_cls(self, src: int, metadata: None) -> None:
+            events.append(("build", src))
+
+    loaders: list[int] = []
+    monkeypatch.setattr(compiling.driver, "_active", Driver(), raising=False)
 
     def variant(number: int) -> tuple[torch.device, Callable[[], Any]]:
         def launch() -> Any:
@@ -46,13 +55,15 @@ def test_all_are_compiled_then_loaded_and_counted(together: bool, monkeypatch: p
                 return mode.submit(number, lambda: events.append(("compile", number)), lambda kernel: None)
             if ("compile", number) not in events:
                 events.append(("compile", number))
-            return Kernel(number=number)
+            return Kernel(number=number, src=number, metadata=None)
 
         return torch.device("cpu"), launch
 
     compiling._compile([variant(number) for number in range(5)], progress)
     assert sorted(events[:5]) == [("compile", number) for number in range(5)]
-    assert sorted(events[5:]) == [("load", number) for number in range(5)]
+    assert sorted(events[5:10]) == [("build", number) for number in range(5)]
+    assert events[10:] == [("load", number) for number in range(5)]
+    assert loaders == [get_ident()] * 5
     assert shown == {"compiling kernels": [5, 5], "loading kernels": [5, 5]}
 
 
