@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +16,8 @@ from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.checkpoint import quiet_transformers
-from kvcli.models import LoadedModel, not_finite
-from kvcli.progress import Advance, Progress, no_progress
+from kvcli.models import LoadedModel, layers_watched, not_finite
+from kvcli.progress import Progress, no_progress
 from kvcli.seam.decoder import backbone, decoder_layers
 
 
@@ -49,31 +48,22 @@ def compress(
         ModelError: the model's values are not finite.
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
-    unread = ids.shape[1] - cache.get_seq_length()
-    label = "read and compressed"
-    with quiet_transformers(), progress(label, unread, "tokens") as advance, _counting_layers(session.model, advance):
+    unread, layers = ids.shape[1] - cache.get_seq_length(), len(decoder_layers(session.model))
+
+    def count(layer_idx: int, output: Tensor) -> None:
+        """Each layer counts for its share of the pass's tokens."""
+        advance(output.shape[1] * (layer_idx + 1) // layers - output.shape[1] * layer_idx // layers)
+
+    with (
+        quiet_transformers(),
+        progress("read and compressed", unread, "tokens") as advance,
+        layers_watched(session.model, count),
+    ):
         logits = prefill(session.model, cache, ids, None, prefill_chunk, lambda count: after_chunk(cache))
     if not bool(logits.isfinite().all()):
         again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
         raise not_finite(session.model, f"method '{session.method.name}'", again)
     return cache
-
-
-@contextmanager
-def _counting_layers(model: Any, advance: Advance) -> Iterator[None]:
-    """Inside the block, each layer of a forward pass counts for its share of the pass's tokens."""
-    layers = decoder_layers(model)
-
-    def passed(layer_idx: int, layer: Any, inputs: Any, output: Any) -> None:
-        tokens = (output if isinstance(output, Tensor) else output[0]).shape[1]
-        advance(tokens * (layer_idx + 1) // len(layers) - tokens * layer_idx // len(layers))
-
-    hooks = [layer.register_forward_hook(partial(passed, layer_idx)) for layer_idx, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)

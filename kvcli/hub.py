@@ -5,10 +5,10 @@ Files with Python code and pickles are never fetched.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from kvcli.errors import CorpusError, ModelError, error_text, suggestion
 
 if TYPE_CHECKING:
     from kvcli.progress import Say
+
+is_folder, is_file = os.path.isdir, os.path.isfile
+"""Unlike those of pathlib, False for a name longer than the file system allows."""
 
 _REACH_SECONDS = 4.0
 _CONFIG = ("config.json",)
@@ -46,20 +49,6 @@ def local_folder(name: str) -> Path | None:
             "a .gguf file, or OWNER/MODEL on the hub)"
         )
     return None
-
-
-def is_folder(path: Path) -> bool:
-    """Whether there is such a folder; a name longer than the file system allows is none."""
-    with suppress(OSError):
-        return path.is_dir()
-    return False
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; a name longer than the file system allows is none."""
-    with suppress(OSError):
-        return path.is_file()
-    return False
 
 
 def download_model(name: str, revision: str | None, say: Say, check: Callable[[Path], object]) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kvcli._version import __version__
 
@@ -29,7 +30,6 @@ def environment_info() -> dict[str, Any]:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
-    on_windows = sys.platform == "win32"
     return {
         "kvcli": __version__,
         "commit": commit(),
@@ -38,34 +38,25 @@ def environment_info() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu,
         "cpu_count": os.cpu_count(),
-        "memory_bytes": None if on_windows else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": psutil.virtual_memory().total,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         "cuda": torch.version.cuda,
     }
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, or its peak where the system reports only that."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    with suppress(ImportError):  # not every system has it
-        from resource import RUSAGE_SELF, getrusage
-
-        return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return 0
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss
 
 
 def free_bytes(device: Any) -> int:
-    """Memory that torch can still allocate on a GPU, or that processes can on a CPU; 2**62 where that is not known."""
+    """Memory that torch can still allocate on a GPU, or that processes can on a CPU."""
     import torch
 
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return 2**62
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved
 
 
 def commit() -> str | None:

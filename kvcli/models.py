@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fet
 from kvcli.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf_config
 from kvcli.errors import ModelError, UsageError
 from kvcli.fingerprint import fingerprint
-from kvcli.hub import download_config, download_model, is_file, is_folder, local_folder
+from kvcli.hub import check_model_name, download_config, download_model, is_folder, local_folder
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
@@ -120,10 +121,8 @@ def find_config(name: str, *, base_config: str | None = None, revision: str | No
         return read_config(copy_folder(BUILTIN_MODELS[name]))
     if not name.endswith(".gguf"):
         return _config_of(name, revision)
-    path = Path(name).expanduser()
-    if not is_file(path):
-        raise ModelError(f"no such GGUF file: {path}")
-    return read_gguf_config(path) if base_config is None else _config_of(base_config)
+    check_model_name(name)
+    return read_gguf_config(Path(name).expanduser()) if base_config is None else _config_of(base_config)
 
 
 def _config_of(name: str, revision: str | None = None) -> Any:
@@ -158,6 +157,21 @@ def check_finite(model: torch.nn.Module) -> None:
         raise ModelError(f"the model's weights are not finite: {where}{more}; use another copy or dtype of the model")
 
 
+@contextmanager
+def layers_watched(model: Any, watch: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside the block, `watch` gets the index and the output [batch, time, hidden_size] of each layer that ran."""
+
+    def ran(layer_idx: int, layer: Any, inputs: Any, output: Any) -> None:
+        watch(layer_idx, output if isinstance(output, Tensor) else output[0])
+
+    hooks = [x.register_forward_hook(partial(ran, i)) for i, x in enumerate(decoder_layers(model))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelError:
     """The error that names the first layer of a model whose output is not finite.
 
@@ -165,17 +179,12 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
     """
     bad: list[int] = []
 
-    def watch(layer_idx: int, layer: Any, inputs: Any, output: Any) -> None:
-        if not (output if isinstance(output, Tensor) else output[0]).isfinite().all():
+    def watch(layer_idx: int, output: Tensor) -> None:
+        if not output.isfinite().all():
             bad.append(layer_idx)
 
-    hooks = [x.register_forward_hook(partial(watch, i)) for i, x in enumerate(decoder_layers(model))]
-    try:
-        with torch.inference_mode():
-            again()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.inference_mode(), layers_watched(model, watch):
+        again()
     where = f"from layer {bad[0]} on" if bad else "in the logits, after the last layer or after the prompt"
     return ModelError(f"with {using}, the model's values are not finite {where}; try another dtype, such as float32")
 
@@ -186,8 +195,7 @@ def _load_gguf(
     """Loads a GGUF file, unless that would lose the RoPE scaling or layers."""
     from gguf import GGUFReader
 
-    if not is_file(path):
-        raise ModelError(f"no such GGUF file: {path}")
+    check_model_name(str(path))
     config = None if base_config is None else _config_of(base_config)
     try:
         tensors = [tensor.name for tensor in GGUFReader(path).tensors]

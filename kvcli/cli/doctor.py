@@ -161,7 +161,7 @@ def env(options: EnvOptions, output: Output) -> None:
     lines = [f"kvcli {info['kvcli']}" + (f" at {info['commit']}" if info["commit"] else "")]
     lines.append(f"python {info['python']} on {info['platform']}")
     lines += [f"{name} {version or 'not installed'}" for name, version in info["packages"].items()]
-    lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'] or 0)}")
+    lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'])}")
     lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in info["gpus"]] or ["gpu: none"]
     if options.verify:
         states = info["models"] = {}
