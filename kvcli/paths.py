@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,25 @@ def model_folder(model: str, *parts: str) -> Path:
 
 def newest_shards() -> list[Path]:
     """All shards of the model whose shard was written last, in alphabetical order; SamplesError: there is none."""
-    missing = SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
-    newest = _newest(RUNS.glob("*/shards/*/samples.json"), missing)
-    return sorted(path.parent for path in newest.parent.glob("*/samples.json"))
+    if newest := _newest(RUNS.glob("*/shards/*/samples.json")):
+        return sorted(path.parent for path in newest.parent.glob("*/samples.json"))
+    raise SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
 
 
 def newest_samples(folder: Path | None = None) -> Path:
     """The recording that was written last, or the one that is named; SamplesError: there is none."""
-    if folder is not None and not (folder / "samples.json").exists():
-        raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
-    missing = SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
-    return folder or _newest(RUNS.glob("*/samples/samples.json"), missing)
+    place = f"below {RUNS}/" if folder is None else f"in {folder}"
+    files = RUNS.glob("*/samples/samples.json") if folder is None else [folder / "samples.json"]
+    if newest := _newest(files):
+        return newest
+    raise SamplesError(f"no recorded samples {place}; run 'kvcli calibrate' first")
 
 
 def newest_training() -> Path:
     """The run of a fit that was written last; ArtifactError: there is none."""
-    missing = ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
-    return _newest(RUNS.glob("*/training/*/run.json"), missing)
+    if newest := _newest(RUNS.glob("*/training/*/run.json")):
+        return newest
+    raise ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
@@ -58,46 +59,48 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
     """
     name, from_bits = parse_name(method)
     settings = from_bits if settings is None else settings
+    runs = model_folder(model)
+    for place in (runs, FITS / runs.name, *(SHIPPED / x for x in BUILTIN_MODELS if x == model)):
+        files = place.glob("*/kvcli.json")
+        if newest := _newest(path for path in files if is_artifact_of(path.parent, name, settings)):
+            return newest
     calibrate = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL)
-    missing = ArtifactError(
+    raise ArtifactError(
         f"no {method} artifact for {model} below {RUNS}/; run '{calibrate}' and 'kvcli fit --method {method}' first, "
         "or name one with --artifact"
     )
-    runs = model_folder(model)
-    for place in (runs, FITS / runs.name, *(SHIPPED / x for x in BUILTIN_MODELS if x == model)):
-        files = (path for path in place.glob("*/kvcli.json") if is_artifact_of(path, name, settings))
-        with suppress(ArtifactError):
-            return _newest(files, missing)
-    raise missing
 
 
 def default_artifact(model: str) -> Path | None:
     """The artifact for a model that was exported last, of whichever method; None: there is none."""
     files = model_folder(model).glob("*/kvcli.json")
-    with suppress(ArtifactError):
-        return _newest((path for path in files if artifact_method(path.parent)), ArtifactError())
-    return None
+    return _newest(path for path in files if artifact_method(path.parent))
 
 
 def artifact_method(folder: Path) -> str | None:
     """The method of an artifact; None where its metadata cannot be read. ArtifactError: there is no artifact."""
     if not (folder / "kvcli.json").exists():
         raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
-    return next((name for name in METHODS if is_artifact_of(folder / "kvcli.json", name, {})), None)
+    return next((name for name in METHODS if is_artifact_of(folder, name, {})), None)
 
 
-def is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a metadata file is of an artifact of a method with some settings."""
+def is_artifact_of(folder: Path, method: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a folder holds an artifact of a method with some settings."""
+    metadata = artifact_record(folder)
+    config = metadata.get("config")
+    return metadata.get("method") == method and isinstance(config, dict) and settings.items() <= config.items()
+
+
+def artifact_record(folder: str | Path) -> dict[str, Any]:
+    """The metadata of an artifact, unchecked; {} where they are damaged, somebody else's, or not there."""
     try:
-        metadata = json.loads(path.read_text())
-        return bool(metadata["method"] == method and settings.items() <= metadata["config"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False  # a file of somebody else, or a damaged one
+        metadata = json.loads(Path(folder, "kvcli.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
-def _newest(files: Iterable[Path], missing: Exception) -> Path:
-    """The folder of the file that was written last; without files, the error is raised."""
-    ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
-    if not ordered:
-        raise missing
-    return ordered[-1].parent
+def _newest(files: Iterable[Path]) -> Path | None:
+    """The folder of the file that was written last; None: there is no file."""
+    newest = max(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, default=None)
+    return newest and newest.parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvcli._version import __version__
 from kvcli.errors import ConfigError, UsageError, explain
 from kvcli.options import read_yaml
+from kvcli.paths import artifact_record
 from kvcli.registry import check_settings, parse_name
 from kvcli.storage.atomic import replacing
 
@@ -83,7 +83,5 @@ class Recipe(BaseModel):
 
 def artifact_sha256(folder: str | Path) -> str | None:
     """The seal of an artifact's metadata, which name its tensors by checksum; None: there is no artifact."""
-    try:
-        return str(json.loads((Path(folder) / "kvcli.json").read_text())["sha256"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    seal = artifact_record(folder).get("sha256")
+    return None if seal is None else str(seal)

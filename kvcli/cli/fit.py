@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.options import ComputeOptions, Options, parse_layers, parse_settings
-from kvcli.paths import model_folder, newest_samples, newest_training
+from kvcli.paths import artifact_record, model_folder, newest_samples, newest_training
 from kvcli.ranks import join_ranks
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
 from kvcli.sizes import size
@@ -167,11 +166,9 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
 
 def generate_with(artifact: str) -> list[str]:
     """The command that generates with an artifact."""
-    try:
-        model = model_argument(json.loads((Path(artifact) / "kvcli.json").read_text())["model"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return ["kvcli", "generate", *model, "--artifact", artifact, "--prompt", "Photosynthesis is", "--stats"]
+    model = artifact_record(artifact).get("model")
+    words = ["--artifact", artifact, "--prompt", "Photosynthesis is", "--stats"]
+    return [] if model is None else ["kvcli", "generate", *model_argument(model), *words]
 
 
 def _commands() -> list[Command[FitOptions]]:

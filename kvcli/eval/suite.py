@@ -310,7 +310,7 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
         method, from_bits = parse_name(name)
         if not get_config(method).needs_artifact:
             cases.append((name, None))
-        elif not any(is_artifact_of(folder / "kvcli.json", method, from_bits) for folder in options.artifact):
+        elif not any(is_artifact_of(folder, method, from_bits) for folder in options.artifact):
             cases.append((name, newest_artifact(options.model, name)))
     if not options.method and not options.artifact and not options.recipe:
         for name in METHODS:
