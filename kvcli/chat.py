@@ -60,9 +60,7 @@ class Conversation:
     def resume(self, context: Context) -> None:
         """Goes on from a conversation that `context` saved, with its messages among the notes.
 
-        Raises:
-            UsageError: it holds no conversation.
-            CacheError: it is of another model, method or settings.
+        UsageError: it holds no conversation; CacheError: it is of another model, method or settings.
         """
         tokens = torch.as_tensor(context.input_ids).clone()
         rendered = Rendered.from_notes(context.notes, tokens, context.name)
@@ -74,8 +72,7 @@ class Conversation:
 
         Pieces of the reply are passed to `write` as they are finished; `reused_tokens` were in the cache already.
 
-        Raises:
-            ModelError: a chat template that fails, or logits that are not finite.
+        ModelError: a chat template that fails, or logits that are not finite.
         """
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
         try:
@@ -88,15 +85,9 @@ class Conversation:
             self.cache = self.session.new_cache()
             self.say(f"the conversation is read again from its start: {error}")
         self._length = None
+        how: dict[str, Any] = {"seed": self.seed, "write": write, "prefill_chunk": self.prefill_chunk}
         generation, generated = generate_text(
-            self.loaded,
-            self.session,
-            rendered.ids,
-            self.sampling,
-            seed=self.seed,
-            write=write,
-            cache=self.cache,
-            prefill_chunk=self.prefill_chunk,
+            self.loaded, self.session, rendered.ids, self.sampling, cache=self.cache, **how
         )
         sequences, stops = generated.sequences.cpu(), stop_tokens(self.session.model, None, None)[0]
         has_stop = int(sequences[0, -1]) in stops  # the template ends a reply itself
@@ -107,8 +98,7 @@ class Conversation:
     def context(self) -> Context:
         """A copy of the cache with the conversation, to be saved.
 
-        Raises:
-            CacheError: nothing was said yet, or a reply was broken off.
+        CacheError: nothing was said yet, or a reply was broken off.
         """
         ids = self._cached_ids()
         notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(ids.shape[1]), **self.notes}

@@ -37,11 +37,8 @@ def load_checkpoint(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads a model and its tokenizer from a folder of safetensors or pickled weights.
 
-    Args:
-        folder: of the model.
-        dtype: the weights' dtype.
-        device: where the model will run; `auto` spreads it, as `device_map="auto"` of transformers does. Quantized
-            weights are read onto it, because libraries choose kernels by it; others onto the CPU, unless spread.
+    Quantized weights are read onto the device where the model will run, because libraries choose kernels by it, others
+    onto the CPU; the device `auto` spreads them, as `device_map="auto"` of transformers does.
 
     Raises:
         ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them.
@@ -110,9 +107,7 @@ def read_config(folder: Path) -> Any:
 def read_gguf_config(path: Path) -> Any:
     """The transformers config of a GGUF file; of its tensors, only names and shapes are read.
 
-    Raises:
-        ModelError: a damaged file.
-        UnsupportedModelError: an architecture that kvcli does not compress.
+    ModelError: a damaged file; UnsupportedModelError: an architecture that kvcli does not compress.
     """
     from transformers import AutoConfig
 
@@ -178,17 +173,12 @@ def _load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {**_LOCAL, **gguf}
+    # mismatched sizes are reported below, by name
+    reading = {"weights_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
     with quiet_transformers():
         with _explained(source, "its weights cannot be read"):
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                weights_only=True,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-                config=config,
-                device_map=device_map,
-                **options,
+                folder, dtype=dtype, config=config, device_map=device_map, **reading
             )
         shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
         for what, names in (  # otherwise random weights take the place of those that are not there

@@ -100,9 +100,7 @@ class Document:
 
         `say` gets a line about every damaged context that begins alike, which is passed over.
 
-        Raises:
-            ContextError, OSError: the store cannot be read or written.
-            ModelError: the model's values are not finite.
+        ContextError, OSError: the store cannot be read or written; ModelError: the model's values are not finite.
         """
         if self._context is None and self.store is not None:
             window = max(1, self.session.config.residual_length)

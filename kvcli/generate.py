@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
+from kvcli.attention.generation import Generated, SamplingConfig, prefill
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.checkpoint import quiet_transformers
@@ -109,8 +109,8 @@ class _Stream(TextStreamer):
         super().put(value)
 
     def put_all(self, tokens: Tensor) -> None:
-        """Takes tokens [count] one by one, as the base class wants them."""
-        for token in tokens:
+        """Takes tokens [1, count] one by one, as the base class wants them."""
+        for token in tokens[0]:
             self.put(token.unsqueeze(0))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -127,24 +127,18 @@ def generate_text(
     seed: int = 0,
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
-    mode: Mode | None = None,
-    prefill_chunk: int | None = None,
-    compile_layers: bool | str = False,
+    **options: Any,
 ) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
+
+    Returns text and measurements, and what `Session.generate` returned. ModelError: logits that are not finite.
 
     Args:
         loaded: the model, attached by the session.
         ids: prompt, int64 [1, time].
         write: called with pieces of text as they are finished.
         cache: whose tokens are the first of the prompt; default: a new one.
-        mode, prefill_chunk, compile_layers: see `Session.generate`.
-
-    Returns:
-        Text and measurements, and what `Session.generate` returned.
-
-    Raises:
-        ModelError: logits that are not finite.
+        options: `mode`, `prefill_chunk` and `compile_layers` of `Session.generate`.
     """
     stream = _Stream(loaded.tokenizer, write)
     torch.manual_seed(seed)
@@ -152,15 +146,8 @@ def generate_text(
     started = time.perf_counter()
     with quiet_transformers():
         stream.put(ids[0].cpu())
-        generated = session.generate(
-            ids,
-            sampling=sampling,
-            past_key_values=cache,
-            prefill_chunk=prefill_chunk,
-            mode=mode,
-            compile_layers=compile_layers,
-            on_tokens=lambda tokens: stream.put_all(tokens[0]),
-        )
+        shown = {"on_tokens": stream.put_all, **options}
+        generated = session.generate(ids, sampling=sampling, past_key_values=cache, **shown)
         stream.end()
     times = stream.times
     spread = times[-1] - times[0]

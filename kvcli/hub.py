@@ -57,8 +57,7 @@ def download_model(name: str, revision: str | None, say: Say, check: Callable[[P
     Without a connection, a copy in the cache is used; where there is none, the error comes within seconds. Before its
     weights are downloaded, `check` can refuse a model by a folder that holds the config alone.
 
-    Raises:
-        ModelError: no such model or revision, no access to it, or no connection and no copy in the cache.
+    ModelError: no such model or revision, no access to it, or no connection and no copy in the cache.
     """
     commit, offline = _reach(name, revision)
     check(_fetch(name, commit, offline, _CONFIG))
@@ -97,14 +96,9 @@ def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    files: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": list(_NOT_NEEDED)}
     try:
-        folder: Any = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_NOT_NEEDED),
-            local_files_only=offline,
-        )
+        return Path(snapshot_download(name, revision=revision, local_files_only=offline, **files))
     except LocalEntryNotFoundError as error:
         at = f" at revision '{revision}'" if revision else ""
         raise ModelError(
@@ -116,7 +110,6 @@ def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, 
             f"cannot load model '{name}': the download failed ({error_text(error)[:200]}); "
             "run the same command again to resume"
         ) from error
-    return Path(folder)
 
 
 def check_dataset(name: str, revision: str | None) -> None:

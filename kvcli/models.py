@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, with its tokenizer and specification.
-
-    Attributes:
-        model: in eval mode, on its device.
-        tokenizer: with a padding token.
-        fingerprint: of its shapes and weights; an artifact is bound to it.
-    """
+    """A model in eval mode on its device, a tokenizer with a padding token, and a fingerprint that artifacts name."""
 
     name: str
     model: PreTrainedModel
@@ -86,15 +80,16 @@ def load_model(
     path = Path(name).expanduser()
     if revision is not None and (name in BUILTIN_MODELS or name.endswith(".gguf") or is_folder(path)):
         raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
-    if name in BUILTIN_MODELS:
-        folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
-        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else chosen)
-    elif name.endswith(".gguf"):
+    if name.endswith(".gguf"):
         if spread:
             raise UsageError("a GGUF file is not spread over several GPUs; name one, such as --device cuda:0")
+        check_model_name(name)
         model, tokenizer = _load_gguf(path, dtype, base_config, progress)
     else:
-        folder = local_folder(name) or download_model(name, revision, say, read_config)
+        if name in BUILTIN_MODELS:
+            folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
+        else:
+            folder = local_folder(name) or download_model(name, revision, say, read_config)
         model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else chosen)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -111,17 +106,13 @@ def load_model(
 def find_config(name: str, *, base_config: str | None = None, revision: str | None = None) -> Any:
     """The transformers config of a model that `load_model` would load; no weights are downloaded or read.
 
-    The arguments are those of `load_model`; a built-in model must have been fetched.
-
-    Raises:
-        ModelError: no such model, or its config cannot be read.
-        UnsupportedModelError: an architecture kvcli does not compress.
+    Arguments and errors are those of `load_model`; a built-in model must have been fetched.
     """
+    check_model_name(name)
     if name in BUILTIN_MODELS:
         return read_config(copy_folder(BUILTIN_MODELS[name]))
     if not name.endswith(".gguf"):
         return _config_of(name, revision)
-    check_model_name(name)
     return read_gguf_config(Path(name).expanduser()) if base_config is None else _config_of(base_config)
 
 
@@ -195,7 +186,6 @@ def _load_gguf(
     """Loads a GGUF file, unless that would lose the RoPE scaling or layers."""
     from gguf import GGUFReader
 
-    check_model_name(str(path))
     config = None if base_config is None else _config_of(base_config)
     try:
         tensors = [tensor.name for tensor in GGUFReader(path).tensors]

@@ -42,28 +42,25 @@ class Options(BaseModel):
     @classmethod
     def _read_texts(cls, value: Any, info: ValidationInfo) -> Any:
         """`~` is the home folder; an empty text is neither the current folder nor the same as no option."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if get_origin(annotation) is list and isinstance(value, list) and is_path(annotation):
+            return [cls._read_texts(path, info) for path in value]
         if info.field_name != "prompt" and isinstance(value, str) and not value.strip():
             raise ValueError("an empty text")
-        if info.field_name is None or not is_path(cls.model_fields[info.field_name].annotation):
+        if value is None or not is_path(annotation):
             return value
-        several = get_origin(cls.model_fields[info.field_name].annotation) is list and isinstance(value, list)
-        paths = value if several else [value]
-        for path in paths:
-            if isinstance(path, str) and not path.strip():
-                raise ValueError("an empty text")
-            if path is not None and not isinstance(path, (str, Path)):
-                raise ValueError("not a path")
-        paths = [None if path is None else Path(path).expanduser() for path in paths]
-        return paths if several else paths[0]
+        if not isinstance(value, (str, Path)):
+            raise ValueError("not a path")
+        return Path(value).expanduser()
 
 
 class ComputeOptions(Options):
     """Options of commands that compute with torch."""
 
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of every random choice")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of every random choice")
     device: str | None = Field(
-        default=None,
-        description="torch device; auto: all GPUs (generate, chat, calibrate); default: a GPU if there is one",
+        None, description="torch device; auto: all GPUs (generate, chat, calibrate); default: a GPU if there is one"
     )
 
     def torch_device(self) -> str:
@@ -90,12 +87,12 @@ class ModelOptions(ComputeOptions):
     takes_several_gpus: ClassVar[bool] = False
     """Whether the command runs models whose layers are on several GPUs."""
 
-    model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
-    model_revision: str | None = Field(default=None, description="commit, tag or branch of a model on a hub")
+    model: str = Field(DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
+    model_revision: str | None = Field(None, description="commit, tag or branch of a model on a hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
+        "auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
     )
-    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
+    base_config: str | None = Field(None, description="config of the original model, for GGUF files")
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
@@ -104,28 +101,16 @@ class ModelOptions(ComputeOptions):
         return self
 
     def load(self, output: Reporter) -> LoadedModel:
-        """Loads the model.
-
-        Raises:
-            UsageError: no such device, or several where the command takes one.
-            ModelError: the model cannot be found, verified or loaded.
-        """
+        """Loads the model; errors as `kvcli.load_model`; UsageError: several devices where the command takes one."""
         import torch
 
         from kvcli import models
 
         several = self.device == AUTO_DEVICE and self.takes_several_gpus and "LOCAL_RANK" not in os.environ
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        revision = {} if self.model_revision is None else {"revision": self.model_revision}
-        return models.load_model(
-            self.model,
-            device=AUTO_DEVICE if several else self.torch_device(),
-            dtype=dtype,
-            base_config=self.base_config,
-            say=output.say,
-            progress=output.progress,
-            **revision,
-        )
+        how: dict[str, Any] = {"device": AUTO_DEVICE if several else self.torch_device(), "dtype": dtype}
+        how |= {"base_config": self.base_config, "revision": self.model_revision}
+        return models.load_model(self.model, **how, say=output.say, progress=output.progress)
 
 
 def read_yaml(path: str | Path) -> Any:

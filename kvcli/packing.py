@@ -27,12 +27,8 @@ def packed_size(count: int, n_bits: int) -> int:
 def pack_bits(codes: Tensor, n_bits: int) -> Tensor:
     """Packs codes into bytes; code i takes bits [i * n_bits, (i + 1) * n_bits) of the stream.
 
-    Args:
-        codes: [..., count] integers in [0, 2**n_bits).
-        n_bits: bits per code, 1 to 16.
-
-    Returns:
-        uint8 [..., ceil(count * n_bits / 8)]; unused high bits of the last byte are 0.
+    Integers [..., count] in [0, 2**n_bits), of 1 to 16 bits, become uint8 [..., ceil(count * n_bits / 8)]; unused high
+    bits of the last byte are 0.
     """
     _check(n_bits)
     count, period = codes.shape[-1], math.lcm(n_bits, 8)
@@ -94,14 +90,9 @@ def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
     """Packs codes into 16-bit words, consecutive codes into consecutive words.
 
     Code i takes bits [n_bits * (i // W), n_bits * (i // W + 1)) of word i % W, with W words in all. One mask then
-    extracts a field of each word: W consecutive codes (`kvcli.kernels.words`).
-
-    Args:
-        codes: [..., count] integers in [0, 2**n_bits).
-        n_bits: bits per code, a divisor of 16.
-
-    Returns:
-        uint8 [..., planes_size(count, n_bits)], words little-endian; unused fields are 0.
+    extracts a field of each word: W consecutive codes (`kvcli.kernels.words`). Integers [..., count] in [0, 2**n_bits),
+    with a divisor of 16 as bits, become uint8 [..., planes_size(count, n_bits)], words little-endian; unused fields
+    are 0.
     """
     words = planes_size(codes.shape[-1], n_bits) // 2
     if codes.shape[-1] % words:
@@ -128,12 +119,8 @@ def _plane_shifts(n_bits: int, count: int, device: torch.device) -> Tensor:
 def byte_fields(packed: Tensor, n_bits: int) -> Tensor:
     """The codes where they lie in the bytes, which costs much less than to bring them into order.
 
-    Args:
-        packed: uint8 [..., bytes].
-        n_bits: bits per code, a divisor of 8.
-
-    Returns:
-        float32 [..., 8 / n_bits * bytes]: for field f of a byte, a code times 2^(f * n_bits), byte after byte.
+    Bytes, uint8 [..., bytes], of codes whose bits are a divisor of 8 become float32 [..., 8 / n_bits * bytes]: for each
+    field f of a byte, a code times 2^(f * n_bits), byte after byte.
     """
     if n_bits == 8:
         return packed.float()

@@ -53,9 +53,7 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
 
     It was fitted with `settings`, by default with those that the bits stand for.
 
-    Raises:
-        ArtifactError: there is none.
-        UsageError: no such method.
+    ArtifactError: there is none; UsageError: no such method.
     """
     name, from_bits = parse_name(method)
     settings = from_bits if settings is None else settings

@@ -16,8 +16,6 @@ from kvcli.progress import Say, say_nothing
 Message = Mapping[str, Any]
 """One message of a conversation: `role` and `content`."""
 
-_MESSAGES, _TEXT, _PENDING = "messages", "text", "pending"
-
 
 def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_nothing) -> Tensor:
     """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
@@ -44,9 +42,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_noth
 def ids_of_text(loaded: LoadedModel, text: str) -> Tensor:
     """Token ids [1, time] of a text alone, without a token that begins it.
 
-    Raises:
-        UsageError: a text without a token.
-        ModelError: token ids that the model has no embedding for.
+    UsageError: a text without a token; ModelError: token ids that the model has no embedding for.
     """
     tokenizer: Any = loaded.tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -74,9 +70,7 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
 
     `tools` are JSON schemas of functions that the model may call.
 
-    Raises:
-        UsageError: a tokenizer without a chat template.
-        ModelError: a chat template that fails.
+    UsageError: a tokenizer without a chat template; ModelError: a chat template that fails.
     """
     tokenizer: Any = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
@@ -114,10 +108,7 @@ class Rendered:
     """Messages, the text that a chat template makes of them, and its tokens.
 
     Messages are added without tokenizing again what was said. A reply's tokens are those that the model made, whatever
-    a tokenizer would make of the reply's text.
-
-    Attributes:
-        text: what the tokens `ids`, int64 [1, time], stand for.
+    a tokenizer would make of the reply's text. The `text` is what the tokens `ids`, int64 [1, time], stand for.
     """
 
     messages: tuple[Message, ...]
@@ -142,11 +133,8 @@ class Rendered:
 
     def notes(self, num_cached: int) -> dict[str, Any]:
         """The conversation as plain JSON values, without the first `num_cached` of its tokens."""
-        return {
-            _MESSAGES: [dict(message) for message in self.messages],
-            _TEXT: self.text,
-            _PENDING: self.ids[0, num_cached:].tolist(),
-        }
+        messages, pending = [dict(message) for message in self.messages], self.ids[0, num_cached:].tolist()
+        return {"messages": messages, "text": self.text, "pending": pending}
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any], cached: Tensor, name: str) -> Self:
@@ -154,13 +142,13 @@ class Rendered:
 
         UsageError: the context holds no conversation.
         """
-        if _MESSAGES not in notes:
+        if "messages" not in notes:
             raise UsageError(
                 f"{name} holds a text and no conversation: 'kvcli ask FILE QUESTION' asks a chat model about a text, "
                 "'kvcli generate --context' without --chat continues it"
             )
-        messages = checked_messages(notes[_MESSAGES], name)
-        text, pending = notes.get(_TEXT), notes.get(_PENDING)
+        messages = checked_messages(notes["messages"], name)
+        text, pending = notes.get("text"), notes.get("pending")
         if not isinstance(text, str) or not isinstance(pending, list) or any(type(x) is not int for x in pending):
             raise UsageError(f"{name} holds no conversation that this kvcli reads")
         return cls(tuple(messages), text, torch.cat((cached, torch.tensor([pending], dtype=torch.int64)), dim=1))

@@ -55,9 +55,7 @@ def environment() -> Ranks:
             raise ValueError
     except (ValueError, KeyError):
         values = ", ".join(f"{name}={os.environ.get(name)}" for name in ("RANK", "WORLD_SIZE"))
-        raise UsageError(
-            f"{values}: RANK must be from 0 to WORLD_SIZE - 1; start several processes with torchrun"
-        ) from None
+        raise UsageError(f"{values}: RANK must be from 0 to WORLD_SIZE - 1; start processes with torchrun") from None
     return Ranks(rank, count)
 
 
@@ -65,9 +63,7 @@ def environment() -> Ranks:
 def join_ranks() -> Iterator[Ranks]:
     """Joins the processes of a run for a block; a process that runs alone joins nobody.
 
-    Raises:
-        UsageError: variables that make no sense.
-        RankError: the other processes cannot be reached.
+    UsageError: variables that make no sense; RankError: the other processes cannot be reached.
     """
     ranks = environment()
     if ranks.count == 1:
@@ -81,9 +77,7 @@ def join_ranks() -> Iterator[Ranks]:
     try:
         dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
-        raise RankError(
-            f"rank {ranks.rank} cannot reach the others ({error_text(error)}); start them with torchrun"
-        ) from error
+        raise RankError(f"rank {ranks.rank} cannot reach the others ({error_text(error)}); use torchrun") from error
     try:
         ranks.wait()
         yield ranks

@@ -97,8 +97,7 @@ def get_suite(path: str) -> Any:
 def get_config(name: str) -> type[CacheConfig]:
     """The class of a method's settings; imports torch only where the registry names the method's record alone.
 
-    Raises:
-        UsageError: no such method.
+    UsageError: no such method.
     """
     check_method_name(name)
     _, _, path = METHODS[name].partition(", ")
@@ -109,8 +108,7 @@ def get_config(name: str) -> type[CacheConfig]:
 def check_method_name(name: str, bits: str = "") -> None:
     """Checks that there is a method; one that is suggested has the same bits, such as `-2`, else its default ones.
 
-    Raises:
-        UsageError: no such method; the message suggests the closest one, else lists all.
+    UsageError: no such method; the message suggests the closest one, else lists all.
     """
     if name in METHODS:
         return
@@ -124,9 +122,7 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
 
     Imports no torch.
 
-    Raises:
-        UsageError: no such method, or one that takes no bits.
-        ConfigError: bits that it does not take.
+    UsageError: no such method, or one that takes no bits; ConfigError: bits that it does not take.
     """
     name, dash, bits = text.rpartition("-")
     apart = re.fullmatch(r"k(\d+)v(\d+)", bits)
@@ -138,9 +134,7 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
     if not config.bit_settings():
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
     if apart and len(config.bit_settings()) == 1:
-        raise UsageError(
-            f"method '{name}' takes one number of bits for keys and values, such as {method_name(name, {})}"
-        )
+        raise UsageError(f"method '{name}' takes one number of bits for keys and values, like {method_name(name, {})}")
     numbers = map(int, apart.groups()) if apart else [int(bits) if bits.isdigit() else float(bits)] * 2
     settings = dict(zip(config.bit_settings(), numbers, strict=False))
     try:

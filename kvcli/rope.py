@@ -174,9 +174,8 @@ class NoRope(Rope):
         return self.angles
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        sin = torch.zeros(
-            positions.shape[0], 1, positions.shape[1], len(self.angles), dtype=dtype, device=positions.device
-        )
+        shape = positions.shape[0], 1, positions.shape[1], len(self.angles)
+        sin = torch.zeros(shape, dtype=dtype, device=positions.device)
         return Rotation(torch.ones_like(sin), sin, self, positions)
 
 
@@ -245,14 +244,8 @@ class TokenRotations:
     ) -> Rotation:
         """Rotation by 0 to count - 1 positions, without the attention scaling.
 
-        Args:
-            count: positions.
-            dtype: of the table.
-            num_groups: pair j is in group j % num_groups.
-            num_parts: into which the pairs of a group are divided.
-
-        Returns:
-            [1, num_groups * num_parts, count, rotary_dim / 2 / num_groups / num_parts], group after group.
+        Pair j is in group j % num_groups, and each group is divided into parts; group after group, they are
+        [1, num_groups * num_parts, count, rotary_dim / 2 / num_groups / num_parts].
         """
 
         def make() -> Rotation:

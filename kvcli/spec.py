@@ -26,15 +26,8 @@ _WHOLE_HEAD = ("llama", "mistral", "qwen2", "qwen3")
 _UNLIMITED_POSITIONS = 2**20
 """What a model whose config names no largest position is taken to have."""
 
-_LIMITS = {
-    "num_layers": 10**4,
-    "hidden_size": 10**6,
-    "num_heads": 10**4,
-    "num_kv_heads": 10**4,
-    "head_dim": 10**4,
-    "max_position_embeddings": 10**9,
-    "vocab_size": 10**8,
-}
+_LIMITS = dict.fromkeys(("num_layers", "num_heads", "num_kv_heads", "head_dim"), 10**4)
+_LIMITS |= {"hidden_size": 10**6, "max_position_embeddings": 10**9, "vocab_size": 10**8}
 """Largest values of a specification: beyond every model, and small enough for a product of them to be computed."""
 
 _EXACT_FIELDS = ConfigDict(extra="forbid", strict=True)
@@ -156,8 +149,7 @@ class ModelSpec:
     def from_config(cls, config: Any) -> ModelSpec:
         """The specification in a transformers config; `kvcli.seam.probe` determines it from the model itself.
 
-        Raises:
-            UnsupportedModelError: a model without a layer of full attention, or shapes that no model has.
+        UnsupportedModelError: a model without a layer of full attention, or shapes that no model has.
         """
         config = config.get_text_config(decoder=True)
         try:
@@ -226,8 +218,7 @@ def layer_kinds(config: Any) -> list[str]:
 def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     """RoPE of the layers of full attention, as a config describes it.
 
-    Raises:
-        UnsupportedModelError: a combination that the families which it is for cannot run.
+    UnsupportedModelError: a combination that the families which it is for cannot run.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if isinstance(parameters.get(_FULL), Mapping):

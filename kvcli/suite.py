@@ -22,15 +22,10 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], common: Mapping[str, Any]) -> None:
-    """Checks names and settings of methods, without torch.
+    """Checks methods, by names with or without bits, without torch.
 
-    Args:
-        methods: names with or without bits, each with settings of its own; None instead: its artifact has the settings.
-        common: settings of every method that has them.
-
-    Raises:
-        UsageError: no such method.
-        ConfigError: a setting that no method has, or a value out of range.
+    Each has settings of its own, None if its artifact has them, and those of the `common` settings that are its own.
+    UsageError: no such method; ConfigError: a setting that no method has, or a value out of range.
     """
     unknown = set(common)
     for text, further in methods:
@@ -45,13 +40,7 @@ def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], commo
 
 @dataclass(frozen=True)
 class Summary:
-    """What a suite says after its records.
-
-    Attributes:
-        fields: of the JSON object, beside `suite` and `rows`.
-        notes: lines shown after the table.
-        failure: raised at the end.
-    """
+    """What a suite says after its records: `fields` of the JSON object, `notes` after the table, a `failure`."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -66,13 +55,10 @@ class SuiteOptions(ModelOptions):
 
 
 class Run(ABC):
-    """One run of a suite; making it checks what can be checked before torch is imported.
-
-    Attributes:
-        out: file to which every record is appended as it is measured.
-    """
+    """One run of a suite; making it checks what can be checked before torch is imported."""
 
     out: Path | None
+    """File to which every record is appended as it is measured."""
 
     def __init__(self, suite: Any, options: Any) -> None:
         self.suite, self.options = suite, options
@@ -94,14 +80,9 @@ class Run(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A suite.
+    """A suite with the class of its runs, its options, of which `model` is the argument, and a runnable example.
 
-    Attributes:
-        run: class of its runs.
-        options: its options; `model` is the argument.
-        example: a runnable command line.
-        tabulate: (records, options) to the table.
-        saves_memory: what to do when memory does not suffice.
+    `tabulate` makes the table of records and options; `saves_memory` says what to do when memory does not suffice.
     """
 
     run: ClassVar[type[Run]]
