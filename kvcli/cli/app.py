@@ -72,9 +72,7 @@ for command in COMMANDS:
 def run_command_line() -> int:
     """The exit code of a command line; a misused flag is one line, like every other error.
 
-    Raises:
-        OSError: standard output cannot be written.
-        KeyboardInterrupt: stopped outside of a command.
+    OSError: standard output cannot be written; KeyboardInterrupt: stopped outside of a command.
     """
     try:
         return int(app(standalone_mode=False) or 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +15,7 @@ from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
 from kvcli.errors import UsageError
+from kvcli.hub import is_file
 from kvcli.options import check_storable
 from kvcli.registry import method_name
 from kvcli.sizes import size
@@ -31,16 +31,14 @@ class AskOptions(SamplingOptions):
 
     takes_several_gpus: ClassVar[bool] = False
 
-    files: list[Path] = Field(
-        default=[], description="texts, one document in this order; a folder stands for its files; '-': standard input"
-    )
-    question: str | None = Field(default=None, description="the question, after the files")
-    max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of the answer at most")
-    store: Path | None = Field(default=None, description=STORE_HELP)
+    files: list[Path] = Field([], description="texts of a document, in order; a folder: its files; '-': standard input")
+    question: str | None = Field(None, description="the question, after the files")
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="tokens of the answer at most")
+    store: Path | None = Field(None, description=STORE_HELP)
     prefill_chunk: int | None = Field(
-        default=None, ge=1, description="tokens per forward pass, part of the result; default: 512 on a CPU, else 4096"
+        None, ge=1, description="tokens per forward pass, part of the result; default: 512 on a CPU, else 4096"
     )
-    stats: bool = Field(default=False, description="print time, rate and cache memory")
+    stats: bool = Field(False, description="print time, rate and cache memory")
 
 
 def run(options: AskOptions, output: Output) -> None:
@@ -99,11 +97,9 @@ def run(options: AskOptions, output: Output) -> None:
 
 def _question(options: AskOptions) -> str:
     """The question; UsageError: it is missing, or there is no file before it."""
-    question, is_file = options.question or "", False
-    with suppress(OSError):  # longer than the name of a file can be
-        is_file = question == str(STANDARD_INPUT) or Path(question).is_file()
-    if is_file or not question:
-        told = f", but '{question}' is one of these" if is_file else ""
+    question = options.question or ""
+    told = f", but '{question}' is one of these" if question == str(STANDARD_INPUT) or is_file(question) else ""
+    if told or not question:
         raise UsageError(f"the question is missing: it comes after the files{told}; an example: {EXAMPLE}")
     if not options.files:
         raise UsageError(f"name a file before the question, or - for standard input; an example: {EXAMPLE}")
@@ -136,12 +132,5 @@ def _check_memory(document: Document, more: int) -> None:
         )
 
 
-COMMAND = Command(
-    "ask",
-    AskOptions,
-    run,
-    EXAMPLE,
-    ("files", "question"),
-    resumes=True,
-    saves_memory="lower --prefill-chunk, shorten the document, or choose a --method with fewer bits",
-)
+SAVES_MEMORY = "lower --prefill-chunk, shorten the document, or choose a --method with fewer bits"
+COMMAND = Command("ask", AskOptions, run, EXAMPLE, ("files", "question"), resumes=True, saves_memory=SAVES_MEMORY)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -27,45 +28,37 @@ class CalibrateOptions(ModelOptions):
     takes_several_gpus: ClassVar[bool] = True
 
     corpus: str | None = Field(
-        default=None,
+        None,
         description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard "
         "input, 'builtin', a mixture of domains, or 'builtin:DOMAIN'; default: 'builtin' for built-in models, "
         "FineWeb-Edu for others",
     )
-    corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
-    corpus_split: str | None = Field(default=None, description="split of a hub dataset")
-    revision: str | None = Field(default=None, description="revision of a hub dataset; FineWeb-Edu's is pinned")
-    text_column: str = Field(default="text", description="column that holds the text")
-    tokens: int = Field(default=65536, ge=2, description="token budget")
-    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
-    query_tokens: int = Field(default=8192, ge=0, description="tokens whose queries are recorded too")
+    corpus_name: str | None = Field(None, description="configuration of a hub dataset")
+    corpus_split: str | None = Field(None, description="split of a hub dataset")
+    revision: str | None = Field(None, description="revision of a hub dataset; FineWeb-Edu's is pinned")
+    text_column: str = Field("text", description="column that holds the text")
+    tokens: int = Field(65536, ge=2, description="token budget")
+    seq_len: int = Field(2048, ge=2, description="tokens per sequence")
+    query_tokens: int = Field(8192, ge=0, description="tokens whose queries are recorded too")
     fisher_tokens: int = Field(
-        default=32768,
+        32768,
         ge=0,
         description="tokens whose gradients tell what errors cost, each in the time of 4 others or more; 0: all layers "
         "get the same bits",
     )
-    batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
-    layer_window: int = Field(
-        default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
-    )
-    shard: str | None = Field(
-        default=None, description="share of the work, such as 1/4 to 4/4 in four processes; then 'kvcli merge'"
-    )
-    out: Path | None = Field(
-        default=None, description="output folder; default: runs/MODEL/samples, or runs/MODEL/shards/1-of-4"
-    )
-    overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
+    batch_size: int = Field(4, ge=1, description="sequences per forward pass")
+    layer_window: int = Field(0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB")
+    shard: str | None = Field(None, description="share of the work, 1/4 to 4/4 in four processes; then 'kvcli merge'")
+    out: Path | None = Field(None, description="output folder; default: runs/MODEL/samples or runs/MODEL/shards/1-of-4")
+    overwrite: bool = Field(False, description="discard a recording in the output folder and start again")
 
 
 class MergeOptions(Options):
     """Options of `kvcli merge`."""
 
-    shards: list[Path] = Field(
-        default=[], description="folders of all shards, in any order; default: the newest below runs/"
-    )
-    out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
-    overwrite: bool = Field(default=False, description="discard another recording in the output folder")
+    shards: list[Path] = Field([], description="folders of all shards, in any order; default: the newest below runs/")
+    out: Path | None = Field(None, description="output folder; default: runs/MODEL/samples")
+    overwrite: bool = Field(False, description="discard another recording in the output folder")
 
 
 def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = None) -> None:
@@ -78,18 +71,12 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
 
     check_model_name(options.model)
     source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    default = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
     if source == FINEWEB_EDU:
-        default_corpus = CorpusConfig.fineweb_edu()
-    else:
-        default_corpus = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
-    corpus = CorpusConfig(
-        source,
-        options.corpus_split or default_corpus.split,
-        options.corpus_name or default_corpus.name,
-        options.revision or default_corpus.revision,
-        options.text_column,
-        options.seed,
-    )
+        default = CorpusConfig.fineweb_edu()
+    given: dict[str, Any] = {"split": options.corpus_split, "name": options.corpus_name, "revision": options.revision}
+    given |= {"text_column": options.text_column, "seed": options.seed}
+    corpus = replace(default, **{name: value for name, value in given.items() if value is not None})
     check_source(corpus)
 
     from kvcli.calibrate.collect import collect
@@ -103,8 +90,8 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
             raise UsageError("torchrun shares the work by itself; leave out --shard")
         if ranks.count > 1 and options.corpus == "-":
             raise UsageError("standard input can be read by one process only; pass a file to --corpus")
-        default = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
-        folder = options.out or model_folder(options.model, *default)
+        parts = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
+        folder = options.out or model_folder(options.model, *parts)
         loaded = loaded or options.load(output)
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
         count = max(1, options.tokens // seq_len)
@@ -138,12 +125,8 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
             )
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
-    record = {
-        "samples": str(folder),
-        "num_tokens": len(config.sequences(shard)) * config.seq_len,
-        "layers": loaded.spec.num_layers,
-        "bytes": needed,
-    }
+    num_tokens, layers = len(config.sequences(shard)) * config.seq_len, loaded.spec.num_layers
+    record = {"samples": str(folder), "num_tokens": num_tokens, "layers": layers, "bytes": needed}
     output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 
@@ -158,22 +141,12 @@ def merge_shards(options: MergeOptions, output: Output) -> None:
     total = sum(len(manifest.parts) for _, manifest in shards)
     with output.progress("merge", total, "files") as advance:
         recording = merge(folders, folder, overwrite=options.overwrite, advance=advance)
-    record = {
-        "samples": str(folder),
-        "num_tokens": recording.num_tokens,
-        "layers": len(recording.layers),
-        "shards": len(shards),
-    }
+    counts = {"num_tokens": recording.num_tokens, "layers": len(recording.layers), "shards": len(shards)}
+    record = {"samples": str(folder), **counts}
     output.result(record, str(folder), ["kvcli", "fit", folder])
 
 
-CALIBRATE = Command(
-    "calibrate",
-    CalibrateOptions,
-    run,
-    "kvcli calibrate --tokens 32768",
-    ("model",),
-    resumes=True,
-    saves_memory="lower --batch-size, --seq-len or --query-tokens, or leave gradients out with --fisher-tokens 0",
-)
+EXAMPLE = "kvcli calibrate --tokens 32768"
+SAVES_MEMORY = "lower --batch-size, --seq-len or --query-tokens, or leave gradients out with --fisher-tokens 0"
+CALIBRATE = Command("calibrate", CalibrateOptions, run, EXAMPLE, ("model",), resumes=True, saves_memory=SAVES_MEMORY)
 MERGE = Command("merge", MergeOptions, merge_shards, "kvcli merge", ("shards",), resumes=True)

@@ -24,6 +24,7 @@ from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
+    from kvcli.contexts import ContextStore
     from kvcli.generate import Generation
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 2, 400
@@ -35,23 +36,19 @@ HELP = "/exit ends the conversation, /stats shows the cache, /save [FILE or NAME
 class ChatOptions(SamplingOptions):
     """Options of `kvcli chat`."""
 
-    max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of a reply at most")
-    url: str | None = Field(
-        default=None, description="server of the OpenAI API, such as http://127.0.0.1:8000/v1; key: OPENAI_API_KEY"
-    )
-    system: str | None = Field(default=None, description="system message, before the first message of the user")
+    max_new_tokens: int = Field(256, ge=1, lt=2**31, description="tokens of a reply at most")
+    url: str | None = Field(None, description="an OpenAI API, such as http://127.0.0.1:8000/v1; key: OPENAI_API_KEY")
+    system: str | None = Field(None, description="system message, before the first message of the user")
     save: Path | None = Field(
-        default=None,
-        description="what the conversation is written to when it ends: a file (NAME.safetensors, or a path with a "
-        "folder), or else a name in the store",
+        None,
+        description="where the conversation is kept: a file (NAME.safetensors, FOLDER/NAME) or a name in the store",
     )
     resume: Path | None = Field(
-        default=None,
-        description="conversation to go on from, a file or a name in the store; it names model, method and settings",
+        None, description="conversation to go on from, a file or a name in the store, with model, method and settings"
     )
-    store: Path | None = Field(default=None, description=STORE_HELP)
-    overwrite: bool = Field(default=False, description="let --save replace a file or a context that exists")
-    prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass of what is read")
+    store: Path | None = Field(None, description=STORE_HELP)
+    overwrite: bool = Field(False, description="let --save replace a file or a context that exists")
+    prefill_chunk: int = Field(PREFILL_CHUNK, ge=1, description="tokens per forward pass of what is read")
 
 
 def run(options: ChatOptions, output: Output) -> None:
@@ -149,26 +146,26 @@ def _read_lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _names_file(target: Path) -> bool:
-    """Whether a conversation is written to a file; otherwise, the target is a name in the store."""
-    return target.suffix == SUFFIX or target != Path(target.name)
+def _store_of(target: Path, options: ChatOptions) -> ContextStore | None:
+    """The store in which a conversation gets the target as its name; None: the target is a file."""
+    if target.suffix == SUFFIX or target != Path(target.name):
+        return None
+    return open_store(options.store, options.model, must_exist=False)
 
 
 def _check_target(target: Path, options: ChatOptions) -> None:
     """Checks that a conversation can be written, and makes the folder."""
-    if target.is_dir() and _names_file(target):
-        raise UsageError(f"{target} is a folder; name a file")
-    if _names_file(target):
-        exists, resumed = target.exists(), target == options.resume
-        folder = target.parent
+    store, resumed = _store_of(target, options), target == options.resume
+    if store is None:
+        if target.is_dir():
+            raise UsageError(f"{target} is a folder; name a file")
+        exists = target.exists()
     else:
         check_name(str(target))
-        store = open_store(options.store, options.model, must_exist=False)
-        exists, resumed = str(target) in store.names(), target == options.resume and not target.is_file()
-        folder = store.folder
+        exists, resumed = str(target) in store.names(), resumed and not target.is_file()
     if exists and not resumed and not options.overwrite:
         raise UsageError(f"{target} exists already; use --overwrite to replace it")
-    folder.mkdir(parents=True, exist_ok=True)
+    (target.parent if store is None else store.folder).mkdir(parents=True, exist_ok=True)
 
 
 def _save(conversation: Conversation, target: Path, options: ChatOptions, output: Output) -> bool:
@@ -177,22 +174,16 @@ def _save(conversation: Conversation, target: Path, options: ChatOptions, output
     if not num_tokens:
         output.say(f"nothing was said, so {target} is not written")
         return False
-    context = conversation.context()
-    if _names_file(target):
+    context, store = conversation.context(), _store_of(target, options)
+    if store is None:
         num_bytes, where = context.save(target), ""
     else:
-        store = open_store(options.store, options.model, must_exist=False)
         num_bytes = store.put(context, name=str(target), overwrite=True).record.nbytes
         where = f" in {store.folder}"
     output.say(f"{target}{where}: {num_tokens} tokens in {size(num_bytes)}")
     return True
 
 
-COMMAND = Command(
-    "chat",
-    ChatOptions,
-    run,
-    f"kvcli chat --method {DEFAULT_METHOD} --save talk.safetensors",
-    ("model",),
-    saves_memory="choose a --method with fewer bits, or begin a new conversation",
-)
+EXAMPLE = f"kvcli chat --method {DEFAULT_METHOD} --save talk.safetensors"
+SAVES_MEMORY = "choose a --method with fewer bits, or begin a new conversation"
+COMMAND = Command("chat", ChatOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)

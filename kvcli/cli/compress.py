@@ -32,24 +32,17 @@ SUFFIX = ".safetensors"
 class CompressOptions(SessionOptions):
     """Options of `kvcli compress`."""
 
-    prompt_file: list[Path] = Field(
-        default=[], description="text to compress; repeatable; a folder stands for its files; '-' reads standard input"
-    )
+    prompt_file: list[Path] = Field([], description="text; repeatable; a folder: its files; '-': standard input")
     messages: Path | None = Field(
-        default=None,
-        description="conversation to compress, a JSON list of objects with role and content; '-' reads standard input",
+        None, description="conversation, a JSON list of objects with role and content; '-': standard input"
     )
-    out: Path | None = Field(
-        default=None, description="file to write, or a folder for several texts; default: the store of contexts"
-    )
-    store: Path | None = Field(default=None, description=STORE_HELP)
-    name: str | None = Field(default=None, description="name in the store; default: that of the file")
-    reuse: bool = Field(
-        default=True, description="go on from the stored context that a text begins like, and read only the rest"
-    )
-    max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
-    overwrite: bool = Field(default=False, description="replace files, or contexts of the store, that exist")
-    prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass; part of the result")
+    out: Path | None = Field(None, description="file, or a folder for several texts; default: the store of contexts")
+    store: Path | None = Field(None, description=STORE_HELP)
+    name: str | None = Field(None, description="name in the store; default: that of the file")
+    reuse: bool = Field(True, description="go on from the stored context that a text begins like, and read the rest")
+    max_bytes: str | None = Field(None, description=MAX_BYTES_HELP)
+    overwrite: bool = Field(False, description="replace files, or contexts of the store, that exist")
+    prefill_chunk: int = Field(PREFILL_CHUNK, ge=1, description="tokens per forward pass; part of the result")
 
 
 def run(options: CompressOptions, output: Output) -> None:
@@ -66,10 +59,9 @@ def run(options: CompressOptions, output: Output) -> None:
         for source in sources:
             ids, notes = _tokens_of(loaded, source)
             notes |= chosen.notes
-            if ids.shape[1] > (limit := loaded.spec.max_position_embeddings):
-                output.warn(
-                    f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on"
-                )
+            count, limit = ids.shape[1], loaded.spec.max_position_embeddings
+            if count > limit:
+                output.warn(f"warning: {count} tokens are more than the {limit} that {options.model} was trained on")
             record = {"source": source.name, **target.save(session, source, ids, notes, output)}
             records.append(record)
             origin = f", {record['reused_tokens']} of them from '{record['reused_from']}'"
@@ -194,11 +186,6 @@ def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, A
     return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
 
 
-COMMAND = Command(
-    "compress",
-    CompressOptions,
-    run,
-    f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1",
-    ("model",),
-    saves_memory="lower --prefill-chunk, shorten the text, or choose a --method with fewer bits",
-)
+EXAMPLE = f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1"
+SAVES_MEMORY = "lower --prefill-chunk, shorten the text, or choose a --method with fewer bits"
+COMMAND = Command("compress", CompressOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)

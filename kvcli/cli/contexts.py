@@ -27,62 +27,54 @@ if TYPE_CHECKING:
 class StoreOptions(Options):
     """Options of `kvcli contexts list`, and of commands that change a store."""
 
-    model: str = Field(default=DEFAULT_MODEL, description="model whose contexts are meant")
-    store: Path | None = Field(default=None, description=STORE_HELP)
+    model: str = Field(DEFAULT_MODEL, description="model whose contexts are meant")
+    store: Path | None = Field(None, description=STORE_HELP)
 
 
 class ShowOptions(ModelOptions):
     """Options of `kvcli contexts show`."""
 
-    name: str | None = Field(default=None, description="the context")
-    store: Path | None = Field(default=None, description=STORE_HELP)
-    kl: bool = Field(
-        default=False,
-        description="measure what the stored copy loses: predictions of its last tokens, from the copy of those before "
-        "them and without compression; reads the model",
-    )
-    kl_tokens: int = Field(default=256, ge=1, le=2**16, description="last tokens whose predictions --kl compares")
-    artifact: Path | None = Field(
-        default=None, description="artifact folder, for --kl; default: the newest for model and method"
-    )
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
+    name: str | None = Field(None, description="the context")
+    store: Path | None = Field(None, description=STORE_HELP)
+    kl: bool = Field(False, description="measure what the stored copy loses, on its last tokens; reads the model")
+    kl_tokens: int = Field(256, ge=1, le=2**16, description="last tokens whose predictions --kl compares")
+    artifact: Path | None = Field(None, description="artifact, for --kl; default: the newest for model and method")
+    impl: Impl = Field("auto", description=IMPL_HELP)
 
 
 class VerifyOptions(StoreOptions):
     """Options of `kvcli contexts verify`."""
 
-    names: list[str] = Field(default=[], description="contexts to read in full; default: all")
+    names: list[str] = Field([], description="contexts to read in full; default: all")
 
 
 class PruneOptions(StoreOptions):
     """Options of `kvcli contexts prune`."""
 
-    max_bytes: str | None = Field(
-        default=None, description="remove the least recently used contexts until the store has this size, such as 20GiB"
-    )
+    max_bytes: str | None = Field(None, description="remove least recently used contexts down to this size, as 20GiB")
 
 
 class RemoveOptions(StoreOptions):
     """Options of `kvcli contexts rm`."""
 
-    names: list[str] = Field(default=[], description="contexts to remove, also damaged ones")
+    names: list[str] = Field([], description="contexts to remove, also damaged ones")
 
 
 class ExportContextOptions(StoreOptions):
     """Options of `kvcli contexts export`."""
 
-    name: str | None = Field(default=None, description="the context")
-    out: Path | None = Field(default=None, description="the file, or a folder for it; default: NAME.safetensors")
-    overwrite: bool = Field(default=False, description="replace a file that exists")
+    name: str | None = Field(None, description="the context")
+    out: Path | None = Field(None, description="the file, or a folder for it; default: NAME.safetensors")
+    overwrite: bool = Field(False, description="replace a file that exists")
 
 
 class ImportOptions(StoreOptions):
     """Options of `kvcli contexts import`."""
 
-    files: list[Path] = Field(default=[], description="files of 'kvcli compress --out' or 'kvcli contexts export'")
-    name: str | None = Field(default=None, description="name in the store; default: that of the file")
-    overwrite: bool = Field(default=False, description="replace a context of this name")
-    max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
+    files: list[Path] = Field([], description="files of 'kvcli compress --out' or 'kvcli contexts export'")
+    name: str | None = Field(None, description="name in the store; default: that of the file")
+    overwrite: bool = Field(False, description="replace a context of this name")
+    max_bytes: str | None = Field(None, description=MAX_BYTES_HELP)
 
 
 def list_contexts(options: StoreOptions, output: Output) -> None:

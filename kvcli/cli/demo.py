@@ -26,11 +26,11 @@ _PROMPT_CHARACTERS = 4800
 class DemoOptions(ComputeOptions):
     """Options of `kvcli demo`."""
 
-    bits: Literal[1, 2] = Field(default=2, description="nominal bits per value")
-    prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
-    max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
-    tokens: int = Field(default=12288, ge=1, description="calibration tokens")
-    out: Path = Field(default=Path("runs/demo"), description="folder of everything the demo makes")
+    bits: Literal[1, 2] = Field(2, description="nominal bits per value")
+    prompt: str | None = Field(None, description="text to continue; default: 1000 tokens of held-out text")
+    max_new_tokens: int = Field(80, ge=1, description="tokens to generate")
+    tokens: int = Field(12288, ge=1, description="calibration tokens")
+    out: Path = Field(Path("runs/demo"), description="folder of everything the demo makes")
 
 
 def run(options: DemoOptions, output: Output) -> None:

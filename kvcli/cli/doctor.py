@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 class EnvOptions(Options):
     """Options of `kvcli env`."""
 
-    verify: bool = Field(default=False, description="read the copies of built-in models in full and check them")
+    verify: bool = Field(False, description="read the copies of built-in models in full and check them")
 
 
 def doctor(options: Options, output: Output) -> None:
@@ -102,12 +102,10 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPU", "missing", "none: methods run in PyTorch, exact and slow")
         return
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+        gpu = torch.cuda.get_device_properties(index)
         shared = size(shared_memory_limit(torch.device("cuda", index)))
-        capability = f"compute capability {properties.major}.{properties.minor}"
-        detail = (
-            f"{properties.name}, {size(properties.total_memory)}, {capability}, {shared} of shared memory per block"
-        )
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        detail = f"{gpu.name}, {size(gpu.total_memory)}, {capability}, {shared} of shared memory per block"
         yield Finding(f"GPU {index}", "ok", detail)
     if not has_triton():
         yield Finding("kernels", "missing", "Triton is not installed: methods run in PyTorch, exact and slow")

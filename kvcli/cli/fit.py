@@ -24,29 +24,25 @@ if TYPE_CHECKING:
 class FitOptions(ComputeOptions):
     """Options of `kvcli fit` and its other names."""
 
-    method: str = Field(default=DEFAULT_METHOD, description=f"method to fit, with or without bits ({DEFAULT_METHOD}-1)")
-    samples: Path | None = Field(
-        default=None, description="folder of recorded samples; default: the newest below runs/"
-    )
-    layers: str | None = Field(default=None, description="layers A-B only (inclusive), to share the work")
-    block_tokens: int = Field(
-        default=65536, ge=1024, description="tokens of a layer in memory at once; more tokens are read again and again"
-    )
-    setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
+    method: str = Field(DEFAULT_METHOD, description=f"method to fit, with or without bits ({DEFAULT_METHOD}-1)")
+    samples: Path | None = Field(None, description="folder of recorded samples; default: the newest below runs/")
+    layers: str | None = Field(None, description="layers A-B only (inclusive), to share the work")
+    block_tokens: int = Field(65536, ge=1024, description="tokens of a layer in memory; more are read again and again")
+    setting: list[str] = Field([], description="setting of the method, NAME=VALUE; repeatable")
     out: Path | None = Field(
-        default=None,
+        None,
         description="run folder, of which 'kvcli export' makes the artifact; default: one below runs/MODEL/training/, "
         "exported to runs/MODEL/ when the last layer is done",
     )
-    overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
+    overwrite: bool = Field(False, description="discard a run in the output folder and start again")
 
 
 class ExportArtifactOptions(Options):
     """Options of `kvcli export`."""
 
-    runs: list[Path] = Field(default=[], description="runs of kvcli fit; default: the newest below runs/")
-    out: Path | None = Field(default=None, description="artifact folder; default: runs/MODEL/NAME-OF-RUN")
-    overwrite: bool = Field(default=False, description="replace an artifact in the output folder")
+    runs: list[Path] = Field([], description="runs of kvcli fit; default: the newest below runs/")
+    out: Path | None = Field(None, description="artifact folder; default: runs/MODEL/NAME-OF-RUN")
+    overwrite: bool = Field(False, description="replace an artifact in the output folder")
 
 
 def run(options: FitOptions, output: Output) -> None:
@@ -130,9 +126,7 @@ def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
             mean = sum(value for value, _ in values) / len(values)
             (least, first), (greatest, last) = min(values), max(values)
             lines.append(f"{label}: mean {mean:.4g}, from {least:.4g} ({first}) to {greatest:.4g} ({last})")
-    return lines + [
-        f"warning: layer {report['layer']}: {text}" for report in reports for text in report.get("warnings", ())
-    ]
+    return lines + [f"warning: layer {x['layer']}: {text}" for x in reports for text in x.get("warnings", ())]
 
 
 def export_artifact(options: ExportArtifactOptions, output: Output) -> None:
@@ -178,7 +172,7 @@ def _commands() -> list[Command[FitOptions]]:
     commands = [Command("fit", FitOptions, run, example, ("samples",), None, True, memory)]
     for name, method in FIT_NAMES.items():
         about = "method to fit, with or without bits"
-        options = create_model(name, __base__=FitOptions, method=(str, Field(default=method, description=about)))
+        options = create_model(name, __base__=FitOptions, method=(str, Field(method, description=about)))
         text = f"The same as 'kvcli fit --method {method}', with its settings as options."
         settings = get_config(method)
         commands.append(Command(name, options, run, f"kvcli {name}", ("samples",), settings, True, memory, text))

@@ -134,8 +134,7 @@ def resolve(
 
     Errors name positional `arguments` without dashes; `settings` of a method become entries of `setting`.
 
-    Raises:
-        ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
+    ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
     """
     if path == "":
         raise ConfigError("--config: an empty text")

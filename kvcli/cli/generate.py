@@ -30,33 +30,19 @@ class GenerateOptions(SamplingOptions):
     """Options of `kvcli generate`."""
 
     context: Path | None = Field(
-        default=None,
-        description="context that 'kvcli compress' or 'kvcli chat --save' wrote, a file or a name in the store, to go "
-        "on from without reading it again; it names model, method and settings",
+        None, description="context to go on from, a file or a name in the store, with model, method and settings"
     )
-    reuse: bool = Field(
-        default=False, description="go on from the stored context that the prompt begins like, and read only the rest"
-    )
-    store: Path | None = Field(default=None, description=STORE_HELP)
-    prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
-    prompt_file: Path | None = Field(
-        default=None, description="file with the text to continue; '-' reads standard input"
-    )
-    chat: bool = Field(default=False, description="treat the prompt as a message of a user to a chat model")
-    prefill_chunk: int | None = Field(
-        default=None, ge=1, description="tokens of the prompt per forward pass; default: all"
-    )
+    reuse: bool = Field(False, description="go on from a stored context that the prompt begins like, and read the rest")
+    store: Path | None = Field(None, description=STORE_HELP)
+    prompt: str | None = Field(None, description="text to continue; '-' reads standard input")
+    prompt_file: Path | None = Field(None, description="file with the text to continue; '-' reads standard input")
+    chat: bool = Field(False, description="treat the prompt as a message of a user to a chat model")
+    prefill_chunk: int | None = Field(None, ge=1, description="tokens of the prompt per forward pass; default: all")
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
-        default="auto",
-        description="how tokens are decoded: steps captured as CUDA graphs, the same steps without capturing, or "
-        "ordinary forward passes; auto: graphs on a GPU",
+        "auto", description="decode by CUDA graphs of steps, steps or ordinary passes; auto: graphs on a GPU"
     )
-    compile: bool = Field(
-        default=False,
-        description="compile the model's layers around their attention with torch.compile for decode steps; takes "
-        "about a minute at first, and pays for long answers",
-    )
-    stats: bool = Field(default=False, description="print time, rate and cache memory")
+    compile: bool = Field(False, description="torch.compile decode steps: a minute at first, pays for long answers")
+    stats: bool = Field(False, description="print time, rate and cache memory")
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
@@ -89,25 +75,17 @@ def run(options: GenerateOptions, output: Output) -> None:
     if options.decode == "graphs" and loaded.model.device.type != "cuda":
         raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
     with chosen.attach(loaded, options.impl, output) as session:
-        ids, cache, reused_from, load_s = _begin(loaded, session, prompt, context, options, output)
-        load_s += read_s
+        started = time.perf_counter()
+        ids, cache, reused_from = _begin(loaded, session, prompt, context, options, output)
+        load_s = read_s + time.perf_counter() - started if reused_from else 0.0
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        generation, _ = generate_text(
-            loaded,
-            session,
-            ids,
-            options.sampling(),
-            seed=options.seed,
-            write=output.write,
-            cache=cache,
-            mode=None if options.decode == "auto" else options.decode,
-            prefill_chunk=options.prefill_chunk,
-            compile_layers=options.compile,
-        )
+        how: dict[str, Any] = {"seed": options.seed, "write": output.write, "prefill_chunk": options.prefill_chunk}
+        how |= {"mode": None if options.decode == "auto" else options.decode, "compile_layers": options.compile}
+        generation, _ = generate_text(loaded, session, ids, options.sampling(), cache=cache, **how)
         method = method_name(session.method.name, dict(session.config))
     output.write("\n")
     if generation.new_tokens == 1 and not generation.text:
@@ -150,10 +128,10 @@ def _begin(
     context: Context | None,
     options: GenerateOptions,
     output: Output,
-) -> tuple[Tensor, CompressedCache | None, str | None, float]:
+) -> tuple[Tensor, CompressedCache | None, str | None]:
     """Token ids [1, time] of a prompt after a context or, with --reuse, with what a store has of it.
 
-    And a cache with the first of them, the name of its context and the seconds to load it, or None, None and 0.
+    And a cache with the first of them and the name of its context, or None and None.
     """
     import torch
 
@@ -163,17 +141,14 @@ def _begin(
     if context is None:
         ids = prompt_ids(loaded, prompt, options.chat, output.say)
         if not options.reuse:
-            return ids, None, None, 0.0
+            return ids, None, None
         store = open_store(options.store, options.model, must_exist=False)
         identity = identity_of(session, loaded.tokenizer)
-        started = time.perf_counter()
         stored = store.fetch(ids[:, :-1], identity, loaded.model.device, output.warn)
         if stored is None:
             output.say(f"no context of this model, method and settings in {store.folder} begins like the prompt")
-            return ids, None, None, 0.0
-        cache = session.load_cache(stored[1])
-        return ids, cache, stored[1].name, time.perf_counter() - started
-    started = time.perf_counter()
+            return ids, None, None
+        return ids, session.load_cache(stored[1]), stored[1].name
     cache = session.load_cache(context)
     check_tokenizer(loaded, context)
     cached = torch.as_tensor(context.input_ids).clone()
@@ -186,7 +161,7 @@ def _begin(
             raise CacheError(
                 f"the chat template renders {context.name} differently when a message follows; use kvcli chat"
             )
-    return ids, cache, context.name, time.perf_counter() - started
+    return ids, cache, context.name
 
 
 def compression_starts(session: Session) -> int | None:
@@ -239,11 +214,6 @@ def describe_generation(generation: Generation, session: Session) -> str:
     )
 
 
-COMMAND = Command(
-    "generate",
-    GenerateOptions,
-    run,
-    f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats',
-    ("model",),
-    saves_memory="shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits",
-)
+EXAMPLE = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats'
+SAVES_MEMORY = "shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits"
+COMMAND = Command("generate", GenerateOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)

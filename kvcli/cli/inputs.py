@@ -57,9 +57,8 @@ def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
 def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
     """Texts to be compressed one by one, see `read_texts`, or one conversation, from the JSON file `messages`.
 
-    Raises:
-        UsageError: nothing to read, both kinds, a file that cannot be read, is empty or not UTF-8 text, or two files
-            of one name.
+    UsageError: nothing to read, both kinds, a file that cannot be read, is empty or not UTF-8 text, or two files of one
+    name.
     """
     if bool(files) == (messages is not None):
         raise UsageError("give what is to be compressed with --prompt-file, or a conversation with --messages")

@@ -27,15 +27,13 @@ _NAMED = 6
 class InspectOptions(Options):
     """Options of `kvcli inspect`."""
 
-    path: Path | None = Field(
-        default=None, description="artifact, recording, recipe, file of a context or STORE/NAME, or file of records"
-    )
+    path: Path | None = Field(None, description="artifact, recording, recipe, context (file or STORE/NAME) or records")
 
 
 class DiffOptions(Options):
     """Options of `kvcli diff`."""
 
-    paths: list[Path] = Field(default=[], description="two of a kind, as 'kvcli inspect' takes them")
+    paths: list[Path] = Field([], description="two of a kind, as 'kvcli inspect' takes them")
 
 
 def inspect(options: InspectOptions, output: Output) -> None:
@@ -93,7 +91,7 @@ def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
 
     def add(name: str, values: list[float]) -> None:
         figures = {"mean": fmean(values), "least": min(values), "most": max(values)}
-        rows.append({"": name, **{x: f"{y:.4g}" for x, y in figures.items()}, "by layer": sparkline(values)})
+        rows.append({"": name, "by layer": sparkline(values), **{x: f"{y:.4g}" for x, y in figures.items()}})
 
     for label, found in layers.items():
         if any(x is None for x in found):
@@ -104,9 +102,7 @@ def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
         if len(heads[0]) > 1:
             for head, values in enumerate(zip(*heads, strict=True)):
                 add(f"  head {head}", list(values))
-    return DataTable.of(
-        "layers", rows, ("least", "most"), ("", "by layer", "mean", "least", "most"), text_columns=2, prose=("",)
-    )
+    return DataTable.of("layers", rows, ("least", "most"), text_columns=2, prose=("",))
 
 
 def diff(options: DiffOptions, output: Output) -> None:
@@ -144,7 +140,6 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     return shown
 
 
-INSPECT = Command(
-    "inspect", InspectOptions, inspect, f"kvcli inspect runs/smollm2-135m/{DEFAULT_METHOD}-2bit", ("path",)
-)
+EXAMPLE = f"kvcli inspect runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
+INSPECT = Command("inspect", InspectOptions, inspect, EXAMPLE, ("path",))
 DIFF = Command("diff", DiffOptions, diff, "kvcli diff before.jsonl after.jsonl", ("paths",))

@@ -24,16 +24,9 @@ _COMPARISONS = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {
 class MethodsOptions(Options):
     """Options of `kvcli methods`."""
 
-    name: str | None = Field(
-        default=None, description="list the settings of this method, with or without bits; default: list the methods"
-    )
-    bits: str | None = Field(
-        default=None,
-        description="table of stored bits of the papers' configurations, for a shape: llama-3.1-8b or smollm2-135m",
-    )
-    contexts: Lengths = Field(
-        default=[], description="context lengths of that table, in tokens; repeatable; default: 4096 and 131072"
-    )
+    name: str | None = Field(None, description="settings of this method, with or without bits; default: the methods")
+    bits: str | None = Field(None, description="stored bits of the papers' settings for llama-3.1-8b or smollm2-135m")
+    contexts: Lengths = Field([], description="lengths of that table, in tokens; repeatable; default: 4096 and 131072")
 
 
 def run(options: MethodsOptions, output: Output) -> None:

@@ -194,9 +194,7 @@ def duration(seconds: float) -> str:
 def write_stdout(text: str) -> None:
     """Writes to standard output.
 
-    Raises:
-        BrokenPipeError: the reader left.
-        OutputError: standard output is closed or full.
+    BrokenPipeError: the reader left; OutputError: standard output is closed or full.
     """
     try:
         if sys.stdout is None:

@@ -27,30 +27,26 @@ class CacheOptions(ModelOptions):
     """Options of commands that say what caches of a model take."""
 
     method: list[str] = Field(
-        default=[],
+        [],
         description=f"method, such as {DEFAULT_METHOD}-1; repeatable; default: {BASELINE} and all that kvcli compares",
     )
-    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
-    prompt_tokens: int = Field(default=8192, ge=1, le=2**27, description="length of a prompt")
-    max_new_tokens: int = Field(default=256, ge=1, le=2**20, description="tokens after each prompt")
-    batch: int = Field(default=1, ge=1, le=2**20, description="sequences at once")
-    prefill_chunk: int | None = Field(
-        default=None, ge=1, description="prompt tokens of a sequence per forward pass; default: the whole prompt"
-    )
-    memory: str | None = Field(
-        default=None, description="what to fit into, such as 24GiB; plan: for the longest prompt and the largest batch"
-    )
+    setting: list[str] = Field([], description="setting of every method that has it, NAME=VALUE; repeatable")
+    impl: Impl = Field("auto", description=IMPL_HELP)
+    prompt_tokens: int = Field(8192, ge=1, le=2**27, description="length of a prompt")
+    max_new_tokens: int = Field(256, ge=1, le=2**20, description="tokens after each prompt")
+    batch: int = Field(1, ge=1, le=2**20, description="sequences at once")
+    prefill_chunk: int | None = Field(None, ge=1, description="tokens of a prompt per forward pass; default: all")
+    memory: str | None = Field(None, description="what to fit into, as 24GiB; plan: longest prompt and largest batch")
 
 
 class PlanOptions(CacheOptions):
     """Options of `kvcli plan`."""
 
-    tokens: int = Field(default=65536, ge=2, description="calibration: token budget")
-    seq_len: int = Field(default=2048, ge=2, description="calibration: tokens per sequence")
-    query_tokens: int = Field(default=8192, ge=0, description="calibration: tokens whose queries are recorded")
-    fisher_tokens: int = Field(default=32768, ge=0, description="calibration: tokens whose gradients are computed")
-    batch_size: int = Field(default=4, ge=1, description="calibration: sequences per forward pass")
+    tokens: int = Field(65536, ge=2, description="calibration: token budget")
+    seq_len: int = Field(2048, ge=2, description="calibration: tokens per sequence")
+    query_tokens: int = Field(8192, ge=0, description="calibration: tokens whose queries are recorded")
+    fisher_tokens: int = Field(32768, ge=0, description="calibration: tokens whose gradients are computed")
+    batch_size: int = Field(4, ge=1, description="calibration: sequences per forward pass")
 
 
 def run(options: PlanOptions, output: Output) -> None:

@@ -14,9 +14,7 @@ from kvcli.errors import KvcliError, UsageError
 def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator[str], output: Output) -> None:
     """Sends each line with all messages before it, and writes the reply as it comes; `/exit` ends.
 
-    Raises:
-        UsageError: options that are the server's, or the package `openai` is missing.
-        KvcliError: the server cannot be reached, or refuses.
+    UsageError: options that are the server's, or no package `openai`; KvcliError: no server answers, or it refuses.
     """
     ours = {"url", "system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"}
     if others := sorted(options.model_fields_set - ours):
@@ -28,27 +26,18 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
     client = openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0)
     messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
     said = options.model_dump(include=options.model_fields_set & {"top_k", "repetition_penalty"})
+    sampling = options.model_dump(include={"temperature", "top_p", "seed"}) | {"max_tokens": options.max_new_tokens}
     usages: list[dict[str, int]] = []
     try:
         model = next(iter(client.models.list())).id
+        asked: dict[str, Any] = {"model": model, "messages": messages, "extra_body": said, **sampling}
         output.say(f"{model} at {url}; /exit ends the conversation")
         for line in lines:
             if line.partition(" ")[0] == "/exit":
                 break
             messages.append({"role": "user", "content": line})
-            stream = client.chat.completions.create(
-                model=model,
-                messages=messages,
-                max_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body=said,
-            )
             pieces = []
-            for event in stream:
+            for event in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
                 if (usage := event.usage) is not None:
                     cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
                     counts = {"prompt_tokens": usage.prompt_tokens, "reused_tokens": cached or 0}

@@ -17,11 +17,9 @@ from kvcli.sizes import size
 class ReportOptions(Options):
     """Options of `kvcli report`."""
 
-    records: list[Path] = Field(default=[], description="files of records, of --out or --json of kvcli eval or bench")
-    out: Path | None = Field(
-        default=None, description="file of the page, or - for standard output; default: report.html or report.md"
-    )
-    format: Literal["html", "md"] = Field(default="html", description="a page with charts, or Markdown with the tables")
+    records: list[Path] = Field([], description="files of records, of --out or --json of kvcli eval or bench")
+    out: Path | None = Field(None, description="file, or - for standard output; default: report.html or report.md")
+    format: Literal["html", "md"] = Field("html", description="a page with charts, or Markdown with the tables")
 
 
 def run(options: ReportOptions, output: Output) -> None:

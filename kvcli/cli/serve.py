@@ -33,24 +33,19 @@ if TYPE_CHECKING:
 class ServeOptions(SessionOptions):
     """Options of `kvcli serve`."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; others than this machine's need a key")
-    continuous: bool = Field(
-        default=False,
-        description="run requests in the same passes, with transformers' continuous batching; nothing is stored",
-    )
-    port: int = Field(default=8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
-    api_key_file: Path | None = Field(default=None, description="file of keys, one per line; requests need one of them")
-    store: Path | None = Field(default=None, description="folder of contexts; default: runs/MODEL/served")
-    no_store: bool = Field(default=False, description="keep contexts in memory only")
-    store_limit: str = Field(default="50GiB", description=MAX_BYTES_HELP)
-    store_per_key: bool = Field(default=False, description="requests use contexts of their own key alone")
-    hot_memory: str = Field(default="2GiB", description="memory of contexts, beside the store")
-    max_model_len: int | None = Field(
-        default=None, ge=2, description="tokens of a prompt and its answer; default: what the model was trained on"
-    )
-    max_waiting: int = Field(default=64, ge=1, description="requests that may wait; others get status 429")
-    max_batch: int = Field(default=8, ge=1, description="requests that are decoded together at most")
-    grace: int = Field(default=30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
+    host: str = Field("127.0.0.1", description="address to listen on; others than this machine's need a key")
+    continuous: bool = Field(False, description="requests share passes (transformers' continuous batching); no store")
+    port: int = Field(8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
+    api_key_file: Path | None = Field(None, description="file of keys, one per line; requests need one of them")
+    store: Path | None = Field(None, description="folder of contexts; default: runs/MODEL/served")
+    no_store: bool = Field(False, description="keep contexts in memory only")
+    store_limit: str = Field("50GiB", description=MAX_BYTES_HELP)
+    store_per_key: bool = Field(False, description="requests use contexts of their own key alone")
+    hot_memory: str = Field("2GiB", description="memory of contexts, beside the store")
+    max_model_len: int | None = Field(None, ge=2, description="tokens of a prompt and its answer; default: the model's")
+    max_waiting: int = Field(64, ge=1, description="requests that may wait; others get status 429")
+    max_batch: int = Field(8, ge=1, description="requests that are decoded together at most")
+    grace: int = Field(30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
 
 
 def run(options: ServeOptions, output: Output) -> None:
@@ -179,11 +174,6 @@ def _store(options: ServeOptions) -> ContextStore | None:
     return store
 
 
-COMMAND = Command(
-    "serve",
-    ServeOptions,
-    run,
-    f"kvcli serve --method {UNFITTED_METHOD}",
-    ("model",),
-    saves_memory="lower --hot-memory or --max-model-len, or choose a --method with fewer bits",
-)
+EXAMPLE = f"kvcli serve --method {UNFITTED_METHOD}"
+SAVES_MEMORY = "lower --hot-memory or --max-model-len, or choose a --method with fewer bits"
+COMMAND = Command("serve", ServeOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)

@@ -32,32 +32,24 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 4096
 """Tokens per forward pass of what is kept for later, where nothing else is asked for."""
 
+_WINDOW = "tokens in full precision; default: the method's or the artifact's"
+
 
 class SessionOptions(ModelOptions):
     """Model, method, artifact and settings."""
 
     method: str | None = Field(
-        default=None,
+        None,
         description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
         f"see 'kvcli methods'; default: that of the newest artifact for the model, else {UNFITTED_DEFAULT}",
     )
-    artifact: Path | None = Field(
-        default=None, description="artifact folder, which names its method; default: the newest for model and method"
-    )
-    fit: bool = Field(
-        default=False, description="make the artifact that --method needs, if there is none; kept for later commands"
-    )
-    sink_length: int | None = Field(
-        default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
-    )
-    residual_length: int | None = Field(
-        default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
-    )
-    setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
-    recipe: Path | None = Field(
-        default=None, description="recipe of 'kvcli tune', in place of method, artifact and settings"
-    )
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
+    artifact: Path | None = Field(None, description="artifact, with its method; default: newest for model and method")
+    fit: bool = Field(False, description="make the artifact that --method needs if there is none, and keep it")
+    sink_length: int | None = Field(None, ge=0, description=f"first {_WINDOW}")
+    residual_length: int | None = Field(None, ge=0, description=f"last {_WINDOW}")
+    setting: list[str] = Field([], description="setting of the method, NAME=VALUE; repeatable")
+    recipe: Path | None = Field(None, description="recipe of 'kvcli tune', in place of method, artifact and settings")
+    impl: Impl = Field("auto", description=IMPL_HELP)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,16 +75,14 @@ class SessionOptions(ModelOptions):
     def for_context(self, context: Context | None) -> Self:
         """The same options; model and dtype are the context's where the command line names none.
 
-        Raises:
-            CacheError: a dtype that no model of kvcli is loaded in.
+        CacheError: a dtype that no model of kvcli is loaded in.
         """
         if context is None:
             return self
-        of_context = {"model": context.identity.model, "dtype": context.identity.dtype}
-        if of_context["dtype"] not in get_args(ModelOptions.model_fields["dtype"].annotation):
-            raise CacheError(
-                f"{context.name} was made with a model in {of_context['dtype']}, in which kvcli loads none"
-            )
+        model, dtype = context.identity.model, context.identity.dtype
+        if dtype not in get_args(ModelOptions.model_fields["dtype"].annotation):
+            raise CacheError(f"{context.name} was made with a model in {dtype}, in which kvcli loads none")
+        of_context = {"model": model, "dtype": dtype}
         missing = {name: x for name, x in of_context.items() if name not in self.model_fields_set and x}
         return self.model_copy(update=missing)
 
@@ -155,15 +145,11 @@ class SamplingOptions(SessionOptions):
 
     takes_several_gpus: ClassVar[bool] = True
 
-    max_new_tokens: int = Field(default=64, ge=1, lt=2**31, description="tokens to generate at most")
-    temperature: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: the most probable token"
-    )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
-    top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="penalty of tokens that occurred; 1: none"
-    )
+    max_new_tokens: int = Field(64, ge=1, lt=2**31, description="tokens to generate at most")
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="temperature; 0: the most probable token")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
+    top_k: int = Field(0, ge=0, description="sample from this many tokens; 0: all")
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False, description="penalty of repeated tokens; 1: none")
 
     def sampling(self) -> SamplingConfig:
         from kvcli.attention.generation import SamplingConfig
@@ -227,10 +213,7 @@ def choose_method(options: SessionOptions, output: Output, context: Context | No
     Method, layers and settings of `context` hold where the options name no others; settings that differ are told
     when it is loaded.
 
-    Raises:
-        UsageError: no such method.
-        ConfigError: a setting that is not NAME=VALUE.
-        ArtifactError: an artifact that is missing or damaged.
+    UsageError: no such method; ConfigError: a setting that is not NAME=VALUE; ArtifactError: none, or a damaged one.
     """
     from kvcli.artifact import Artifact
 

@@ -33,17 +33,17 @@ _SUM = re.compile(r"([0-9a-f]{64})  ([^/\\.][^/\\]*)")
 class PushOptions(Options):
     """Options of `kvcli push`."""
 
-    path: Path | None = Field(default=None, description="artifact, recipe, or file of a context or records")
-    target: str | None = Field(default=None, description="OWNER/NAME on the hub, or a folder that exists")
-    public: bool = Field(default=False, description="let everybody read a repository that is made now")
+    path: Path | None = Field(None, description="artifact, recipe, or file of a context or records")
+    target: str | None = Field(None, description="OWNER/NAME on the hub, or a folder that exists")
+    public: bool = Field(False, description="let everybody read a repository that is made now")
 
 
 class PullOptions(Options):
     """Options of `kvcli pull`."""
 
-    source: str | None = Field(default=None, description="OWNER/NAME[@REVISION] on the hub, a folder or a URL")
-    sha256: str | None = Field(default=None, description="digest that 'kvcli push' told; another is refused")
-    out: Path | None = Field(default=None, description="folder; default: runs/MODEL/NAME for artifacts, else this one")
+    source: str | None = Field(None, description="OWNER/NAME[@REVISION] on the hub, a folder or a URL")
+    sha256: str | None = Field(None, description="digest that 'kvcli push' told; another is refused")
+    out: Path | None = Field(None, description="folder; default: runs/MODEL/NAME for artifacts, else this one")
 
 
 def push(options: PushOptions, output: Output) -> None:

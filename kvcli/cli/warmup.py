@@ -20,12 +20,10 @@ from kvcli.tables import DataTable
 class WarmupOptions(ModelOptions):
     """Options of `kvcli warmup`."""
 
-    shape: str | None = Field(
-        default=None, description="a shape instead of a model, such as llama-3.1-8b: no weights are needed"
-    )
-    method: list[str] = Field(default=[], description="method; repeatable; default: all that bench compares")
-    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    batch: Lengths = Field(default=[1], description="sequences at once; repeatable")
+    shape: str | None = Field(None, description="shape instead of a model, such as llama-3.1-8b: no weights are needed")
+    method: list[str] = Field([], description="method; repeatable; default: all that bench compares")
+    setting: list[str] = Field([], description="setting of every method that has it, NAME=VALUE; repeatable")
+    batch: Lengths = Field([1], description="sequences at once; repeatable")
 
 
 def run(options: WarmupOptions, output: Output) -> None:
@@ -68,6 +66,5 @@ def run(options: WarmupOptions, output: Output) -> None:
     output.result({"model": name, "batch": options.batch, "rows": records}, table, following)
 
 
-COMMAND = Command(
-    "warmup", WarmupOptions, run, f"kvcli warmup --shape llama-3.1-8b --method {UNFITTED_METHOD}", ("model",)
-)
+EXAMPLE = f"kvcli warmup --shape llama-3.1-8b --method {UNFITTED_METHOD}"
+COMMAND = Command("warmup", WarmupOptions, run, EXAMPLE, ("model",))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class DriftOptions(CorpusOptions, ComparedOptions):
     """Options of `kvcli eval drift`."""
 
-    num_prompts: int = Field(default=8, ge=1, description="prompts")
-    prompt_tokens: int = Field(default=256, ge=1, description="tokens of a prompt")
-    max_new_tokens: int = Field(default=128, ge=1, description="tokens generated")
+    num_prompts: int = Field(8, ge=1, description="prompts")
+    prompt_tokens: int = Field(256, ge=1, description="tokens of a prompt")
+    max_new_tokens: int = Field(128, ge=1, description="tokens generated")
 
 
 class DriftPrompt(Unit):

@@ -124,8 +124,7 @@ def continuations(
 ) -> tuple[list[list[int]], MemoryReport | None]:
     """Continues prompts, each in pieces, as `greedy` does; `done` is called with the index of the prompt, too.
 
-    Returns:
-        The new tokens of each prompt, and the memory of the last cache; None for the uncompressed model.
+    Returns the new tokens of each prompt, and the memory of the last cache, None for the uncompressed model.
     """
     texts, cache = [], None
     session = case.attach(loaded, reporter) if case.compressed else None
@@ -201,24 +200,20 @@ def chat_in_pieces(
 
     `tools` are JSON schemas of functions that the model may call.
 
-    Raises:
-        ModelError: a chat template that fails or that changes the message.
+    ModelError: a chat template that fails or that changes the message.
     """
     tokenizer: Any = loaded.tokenizer
     before, found, after = chat_text(loaded, messages, tools=tools).partition(question)
     if not found or question in after:
         raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
-    first, second = (
-        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, found + after + answer)
-    )
+    first, second = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (before, found + after + answer))
     return first, second
 
 
 def sentences(loaded: LoadedModel, texts: Iterable[str], tokens: int, seed: int) -> list[tuple[str, int]]:
     """Sentences of documents with their tokens, in order, from a document that `seed` chooses, until they are enough.
 
-    Raises:
-        CorpusError: the documents have fewer tokens; they are not repeated.
+    CorpusError: the documents have fewer tokens; they are not repeated.
     """
     tokenizer: Any = loaded.tokenizer
     documents = list(texts)

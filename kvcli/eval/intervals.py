@@ -137,10 +137,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
     """Compares rows with former records of the same labels, unit by unit.
 
     A figure is worse where the 95 % interval of its paired difference is on the bad side of 0, or all units differ
-    alike, and the difference is not negligible.
-
-    Raises:
-        UsageError: as `find_former`.
+    alike, and the difference is not negligible. UsageError: as `find_former`.
     """
     results = []
     for record in records:
@@ -166,8 +163,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
 def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     """The last former record of a row.
 
-    Raises:
-        UsageError: there is none, or one of another model, text or setting, or of too few units.
+    UsageError: there is none, or one of another model, text or setting, or of too few units.
     """
     check_labels(record.suite, [record.label], former)
     other = [other for other in former if (other.suite, other.label) == (record.suite, record.label)][-1]
@@ -181,8 +177,6 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
             f"the baseline's row '{other.label}' was not measured on the same text in the same way "
             f"({differing or 'its text differs'}); measure the baseline again"
         )
-    if len(record.units) < MIN_UNITS:
-        raise UsageError(
-            f"{len(record.units)} units ({record.unit}) are too few to compare with a baseline; measure {MIN_UNITS}"
-        )
+    if (count := len(record.units)) < MIN_UNITS:
+        raise UsageError(f"{count} units ({record.unit}) are too few to compare with a baseline; measure {MIN_UNITS}")
     return other

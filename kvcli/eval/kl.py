@@ -32,23 +32,17 @@ SAVES_MEMORY = "lower --batch-size, --chunk, --seq-len or --num-sequences"
 class ScoredOptions(CorpusOptions):
     """Options of suites that score tokens one by one."""
 
-    num_sequences: int = Field(default=8, ge=1, description="sequences")
-    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
-    chunk: int = Field(
-        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
-    )
-    max_kld: float | None = Field(
-        default=None, ge=0, description="exit with code 3 if the mean KL of a row is higher, nats per token"
-    )
-    max_flips: float | None = Field(
-        default=None, ge=0, description="exit with code 3 if a row has more changed top tokens, in percent"
-    )
+    num_sequences: int = Field(8, ge=1, description="sequences")
+    batch_size: int = Field(4, ge=1, description="sequences per batch")
+    chunk: int = Field(32, ge=1, description="tokens fed at once; attention within a chunk is in full precision")
+    max_kld: float | None = Field(None, ge=0, description="exit code 3 if a row's mean KL is higher, nats per token")
+    max_flips: float | None = Field(None, ge=0, description="exit code 3 if more top tokens of a row change, percent")
 
 
 class TokenOptions(ScoredOptions):
     """Options of suites that score every token of a text."""
 
-    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
+    seq_len: int = Field(2048, ge=2, description="tokens per sequence")
 
 
 class KLOptions(TokenOptions, ComparedOptions):
@@ -58,7 +52,7 @@ class KLOptions(TokenOptions, ComparedOptions):
 class LayersOptions(TokenOptions):
     """Options of `kvcli eval layers`."""
 
-    layers: str | None = Field(default=None, description="indices A-B only (inclusive); default: all")
+    layers: str | None = Field(None, description="indices A-B only (inclusive); default: all")
 
 
 class TokenBlock(Unit):

@@ -74,12 +74,8 @@ class CachedModel(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         totals = []
         for request in requests:
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             totals.append(sum(self._score(*make_disjoint_window(window))[0] for window in windows))
         return totals
 
@@ -94,15 +90,13 @@ class CachedModel(TemplateLM):
             ends = [until] if isinstance(until, str) else list(until)
             limit = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or _MAX_NEW_TOKENS)
 
-            def ended(tokens: list[int], ends: Sequence[str] = ends) -> bool:
+            def done(tokens: list[int], ends: Sequence[str] = ends) -> bool:
                 text = self.tokenizer.decode(tokens)
                 return any(end in text for end in ends)
 
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :] or [self.prefix_token_id]
-            model, stop = self.loaded, end_tokens(self.loaded)
-            tokens, self.last_cache = greedy(
-                model, self.new_cache, [ids], limit, chunk=self.chunk, stop=stop, done=ended
-            )
+            how: dict[str, Any] = {"chunk": self.chunk, "stop": end_tokens(self.loaded), "done": done}
+            tokens, self.last_cache = greedy(self.loaded, self.new_cache, [ids], limit, **how)
             text = self.tokenizer.decode(tokens)
             texts.append(text[: min((text.find(end) for end in ends if end in text), default=len(text))])
         return texts
@@ -137,8 +131,7 @@ class CachedModel(TemplateLM):
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """An index that has the tasks; lm-eval's own, which take long to read, are left out if none of them is meant.
 
-    Raises:
-        UsageError: a task that does not exist.
+    UsageError: a task that does not exist.
     """
     folder = None if include_path is None else str(include_path)
     if folder is not None:

@@ -35,13 +35,13 @@ class NeedleOptions(CorpusOptions, ComparedOptions):
     """Options of `kvcli eval needle`."""
 
     contexts: list[Annotated[int, Field(ge=16, le=2**24)]] = Field(
-        default=[512, 1024], description="lengths of the text in tokens, without question and template; repeatable"
+        [512, 1024], description="lengths of the text in tokens, without question and template; repeatable"
     )
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
-        default=[0, 50, 100], description="places of the value, in percent of the text; repeatable"
+        [0, 50, 100], description="places of the value, in percent of the text; repeatable"
     )
-    num_prompts: int = Field(default=2, ge=1, description="prompts per cell")
-    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
+    num_prompts: int = Field(2, ge=1, description="prompts per cell")
+    chat: bool | None = Field(None, description="use the chat template; default: if there is one")
 
 
 class NeedlePrompt(PromptUnit):

@@ -31,9 +31,6 @@ from kvcli.seam.decoder import backbone, logits_of
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
 
-SCORED_TOKENS = 256
-"""Last tokens of a stored context whose predictions are compared, by default."""
-
 _LOGIT_TOKENS = 256
 
 
@@ -133,8 +130,7 @@ def _exp(nll: float) -> float:
 def reference_states(model: Any, batch: Tensor) -> Tensor:
     """Last hidden states of the uncompressed model, [batch, time, hidden_size], for tokens [batch, time].
 
-    Raises:
-        ModelError: states that are not finite; the message names the layer.
+    ModelError: states that are not finite; the message names the layer.
     """
     run = partial(backbone(model), input_ids=batch, use_cache=False)
     with torch.inference_mode():
@@ -193,11 +189,10 @@ def measure(
         return QualityReport(joined(batches, dim=0), cache.memory())
 
 
-def copied_tokens(record: ContextRecord, scored: int = SCORED_TOKENS) -> int:
+def copied_tokens(record: ContextRecord, scored: int) -> int:
     """How long the part of a context is that is loaded to predict its last `scored` tokens.
 
-    Raises:
-        UsageError: no block of codes is left before those tokens.
+    UsageError: no block of codes is left before those tokens.
     """
     sinks, size = record.counts.sinks, record.part_tokens
     blocks = min(num_coded(record.counts, size), max(0, record.num_tokens - scored - sinks) // size)
@@ -211,19 +206,14 @@ def copied_tokens(record: ContextRecord, scored: int = SCORED_TOKENS) -> int:
 
 
 @torch.inference_mode()
-def stored_quality(
-    session: Session, store: ContextStore, stored: StoredContext, scored: int = SCORED_TOKENS
-) -> QualityReport:
+def stored_quality(session: Session, store: ContextStore, stored: StoredContext, scored: int) -> QualityReport:
     """What a stored copy of a text loses: the model's predictions of its last tokens, with the copy and without.
 
     The copy of all but the last `scored` tokens is loaded, codes only: it ends where a block ends. The tokens after it
     are fed to the model, which predicts each from the copy and from those before it.
 
-    Raises:
-        UsageError: the context is too short.
-        ContextError: a file of it is damaged.
-        CacheError: it belongs to another model, method or artifact.
-        ModelError: the model's numbers are not finite.
+    UsageError: the context is too short; ContextError: a file of it is damaged; CacheError: it belongs to another
+    model, method or artifact; ModelError: the model's numbers are not finite.
     """
     copied, model = copied_tokens(stored.record, scored), session.model
     ids = store.token_ids(stored).unsqueeze(0).to(model.device)

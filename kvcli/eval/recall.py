@@ -36,11 +36,11 @@ class RecallOptions(CorpusOptions, ComparedOptions):
     """Options of `kvcli eval recall`."""
 
     distances: list[Annotated[int, Field(ge=1, le=2**24)]] = Field(
-        default=[100, 300, 600], description="words of other text between passage and question; repeatable"
+        [100, 300, 600], description="words of other text between passage and question; repeatable"
     )
-    passage_words: int = Field(default=40, ge=1, le=1000, description="words to be quoted")
-    num_prompts: int = Field(default=8, ge=1, description="passages per distance")
-    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
+    passage_words: int = Field(40, ge=1, le=1000, description="words to be quoted")
+    num_prompts: int = Field(8, ge=1, description="passages per distance")
+    chat: bool | None = Field(None, description="use the chat template; default: if there is one")
 
 
 class RecallPrompt(PromptUnit):
@@ -57,8 +57,7 @@ class RecallPrompt(PromptUnit):
 def make_recall_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptions, chat: bool) -> list[Prompt]:
     """The prompts of all distances; a passage and the text after it are of different documents.
 
-    Raises:
-        CorpusError: no document that is long enough, or too few words in the others.
+    CorpusError: no document that is long enough, or too few words in the others.
     """
     from kvcli.eval.greedy import Prompt, in_pieces
 

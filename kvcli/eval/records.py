@@ -156,8 +156,7 @@ def read_plain(path: Path, warn: Callable[[str], None] = lambda line: None) -> l
 
     Lines that are no JSON objects, as a kill leaves one, are left out; `warn` is told how many.
 
-    Raises:
-        UsageError: no such file, or one without rows.
+    UsageError: no such file, or one without rows.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -181,8 +180,7 @@ def read_plain(path: Path, warn: Callable[[str], None] = lambda line: None) -> l
 def read_rows(path: Path) -> list[EvalRecord]:
     """The records of a file, as `read_plain` finds them.
 
-    Raises:
-        UsageError: no such file, or none of its records has this schema; the message names the first fault.
+    UsageError: no such file, or none of its records has this schema; the message names the first fault.
     """
     return [checked(path, place, values) for place, values in enumerate(read_plain(path))]
 

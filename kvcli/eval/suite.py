@@ -42,28 +42,27 @@ class EvalOptions(SuiteOptions):
     other_panel: ClassVar[str] = "Options"
 
     method: list[str] = Field(
-        default=[],
+        [],
         description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
         "methods that have an artifact",
     )
-    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
-    recipe: list[Path] = Field(default=[], description="recipe to measure, with its own settings; repeatable")
-    sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
-    residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
+    setting: list[str] = Field([], description="setting of every method that has it, NAME=VALUE; repeatable")
+    artifact: list[Path] = Field([], description="artifact to measure, with its own method; repeatable")
+    recipe: list[Path] = Field([], description="recipe to measure, with its own settings; repeatable")
+    sink_length: int = Field(4, ge=0, description="first tokens in full precision")
+    residual_length: int = Field(32, ge=0, description="last tokens in full precision")
+    impl: Impl = Field("auto", description=IMPL_HELP)
     baseline: Path | None = Field(
-        default=None,
-        description="records of an earlier run, from --json or --out; exit with code 3 if a row is significantly worse",
+        None, description="records of an earlier run (--json or --out); exit code 3 if a row is significantly worse"
     )
-    out: Path | None = Field(default=None, description="append one JSON record per row to this file")
+    out: Path | None = Field(None, description="append one JSON record per row to this file")
 
 
 class ComparedOptions(EvalOptions):
     """And of suites whose rows are compared with one of them."""
 
     compare_with: str | None = Field(
-        default=None,
+        None,
         description="row that the others are compared with, by its name in the table; default: the uncompressed model "
         "where it is a row, else the first method that compresses",
     )
@@ -73,13 +72,13 @@ class TextOptions(ModelOptions):
     """Options of what reads text."""
 
     corpus: str = Field(
-        default="builtin:docs",
+        "builtin:docs",
         description="held-out text: file, folder, hub name, '-', 'builtin', a mixture of domains, or 'builtin:DOMAIN'",
     )
-    corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
-    corpus_split: str | None = Field(default=None, description="split; default: heldout for built-in text, else train")
-    revision: str | None = Field(default=None, description="revision of a hub dataset")
-    text_column: str = Field(default="text", description="column that holds the text")
+    corpus_name: str | None = Field(None, description="configuration of a hub dataset")
+    corpus_split: str | None = Field(None, description="split; default: heldout for built-in text, else train")
+    revision: str | None = Field(None, description="revision of a hub dataset")
+    text_column: str = Field("text", description="column that holds the text")
 
     def corpus_config(self) -> CorpusConfig:
         from kvcli.calibrate.builtin_text import is_builtin
@@ -301,9 +300,7 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
 
     A fitted method of --method is measured with its artifacts of --artifact, else with the newest one.
 
-    Raises:
-        UsageError: a method that does not exist.
-        ArtifactError: an artifact that is missing.
+    UsageError: a method that does not exist; ArtifactError: an artifact that is missing.
     """
     cases: list[tuple[str, Path | None]] = []
     for name in options.method or [BASELINE]:

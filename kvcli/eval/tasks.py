@@ -33,14 +33,12 @@ if TYPE_CHECKING:
 class TasksOptions(ComparedOptions):
     """Options of `kvcli eval tasks`."""
 
-    tasks: list[str] = Field(default=[], description="names of lm-eval tasks, or their YAML files; repeatable")
-    include_path: Path | None = Field(default=None, description="folder with YAML files of further tasks")
-    limit: int | None = Field(default=None, ge=1, description="documents per task; default: all")
-    num_fewshot: int | None = Field(default=None, ge=0, description="examples; default: the task's own")
-    chat: bool | None = Field(default=None, description="use the chat template; default: not")
-    chunk: int = Field(
-        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
-    )
+    tasks: list[str] = Field([], description="names of lm-eval tasks, or their YAML files; repeatable")
+    include_path: Path | None = Field(None, description="folder with YAML files of further tasks")
+    limit: int | None = Field(None, ge=1, description="documents per task; default: all")
+    num_fewshot: int | None = Field(None, ge=0, description="examples; default: the task's own")
+    chat: bool | None = Field(None, description="use the chat template; default: not")
+    chunk: int = Field(32, ge=1, description="tokens fed at once; attention within a chunk is in full precision")
 
     def check(self) -> None:
         if not self.tasks:
@@ -74,8 +72,7 @@ class TaskRecord(EvalRecord):
 def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any, reporter: Reporter) -> Measured:
     """Runs tasks of the index of `find_tasks`; a unit per document and metric.
 
-    Raises:
-        UsageError: tasks that cannot be read, or have no metric that is a mean over documents.
+    UsageError: tasks that cannot be read, or have no metric that is a mean over documents.
     """
     from datasets import disable_progress_bars
     from lm_eval import evaluate
@@ -94,14 +91,8 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
                 if options.num_fewshot is not None or task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
                 task.set_fewshot_seed(seed=options.seed)
-            results = evaluate(
-                lm=model,
-                task_dict=chosen,
-                limit=options.limit,
-                bootstrap_iters=0,
-                apply_chat_template=bool(options.chat),
-                log_samples=True,
-            )
+            how = {"apply_chat_template": bool(options.chat), "bootstrap_iters": 0, "log_samples": True}
+            results = evaluate(lm=model, task_dict=chosen, limit=options.limit, **how)
         except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
             reason = error_text(error)
             raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
@@ -113,8 +104,7 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
 def task_documents(results: dict[str, Any], task: str) -> list[TaskDocument]:
     """The documents of a task in what lm-eval returned, with every metric that is a mean over them.
 
-    Raises:
-        UsageError: no metric is a mean over documents, such as those of perplexity.
+    UsageError: no metric is a mean over documents, such as those of perplexity.
     """
     units: list[TaskDocument] = []
     figures, better = results["results"][task], results["higher_is_better"][task]
