@@ -160,10 +160,9 @@ def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progr
         parts.mkdir(exist_ok=True)
         try:
             _make_copy(builtin, folder, parts, say, progress)
-        except BaseException:
-            with suppress(OSError):  # not empty: what was downloaded is kept
+        finally:
+            with suppress(OSError):  # not there, or not empty: what was downloaded is kept
                 parts.rmdir()
-            raise
     return folder
 
 

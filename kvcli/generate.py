@@ -49,16 +49,13 @@ def compress(
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
     unread, layers = ids.shape[1] - cache.get_seq_length(), len(decoder_layers(session.model))
+    label = "read and compressed"
 
     def count(layer_idx: int, output: Tensor) -> None:
         """Each layer counts for its share of the pass's tokens."""
         advance(output.shape[1] * (layer_idx + 1) // layers - output.shape[1] * layer_idx // layers)
 
-    with (
-        quiet_transformers(),
-        progress("read and compressed", unread, "tokens") as advance,
-        layers_watched(session.model, count),
-    ):
+    with quiet_transformers(), progress(label, unread, "tokens") as advance, layers_watched(session.model, count):
         logits = prefill(session.model, cache, ids, None, prefill_chunk, lambda count: after_chunk(cache))
     if not bool(logits.isfinite().all()):
         again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)

@@ -120,11 +120,8 @@ def task_documents(results: dict[str, Any], task: str) -> list[TaskDocument]:
         if not math.isclose(mean, figures[name], abs_tol=1e-6):
             continue
         shown = metric if chosen == "none" else f"{metric},{chosen}"
-        direction: Better = "higher" if better.get(metric, True) else "lower"
-        units += [
-            TaskDocument(task=task, document=document, metric=shown, better=direction, value=value)
-            for document, value in sorted(values)
-        ]
+        of_all: Any = {"task": task, "metric": shown, "better": "higher" if better.get(metric, True) else "lower"}
+        units += [TaskDocument(**of_all, document=document, value=value) for document, value in sorted(values)]
     if not units:
         raise UsageError(f"task '{task}' has no metric that is a mean over its documents; choose another task")
     return units
