@@ -57,6 +57,6 @@ def __getattr__(name: str) -> Any:
     """Imports the public names when they are first asked for: `import kvcli` must not load torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'kvcli' has no attribute '{name}'")
-    from importlib import import_module
+    from pkgutil import resolve_name
 
-    return getattr(import_module(_MODULES[name]), name)
+    return resolve_name(f"{_MODULES[name]}:{name}")

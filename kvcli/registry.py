@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
@@ -85,13 +85,12 @@ FIT_NAMES = {"train-codebook": "commvq", "fit-subspace": "squat"}
 def get_method(name: str) -> Method:
     """One method's record; UsageError: no such method (the message lists those that exist)."""
     check_method_name(name)
-    method: Method = _import(METHODS[name].split(",")[0])
+    method: Method = resolve_name(METHODS[name].split(",")[0])
     return method
 
 
-def get_suite(path: str) -> Any:
-    """A suite of `EVAL_SUITES` or `BENCH_SUITES`."""
-    return _import(path)
+get_suite = resolve_name
+"""Imports a suite of `EVAL_SUITES` or `BENCH_SUITES`."""
 
 
 def get_config(name: str) -> type[CacheConfig]:
@@ -101,7 +100,7 @@ def get_config(name: str) -> type[CacheConfig]:
     """
     check_method_name(name)
     _, _, path = METHODS[name].partition(", ")
-    config: type[CacheConfig] = _import(path) if path else get_method(name).config_cls
+    config: type[CacheConfig] = resolve_name(path) if path else get_method(name).config_cls
     return config
 
 
@@ -177,9 +176,3 @@ def method_name(name: str, settings: Mapping[str, Any]) -> str:
     if not bits or any(isinstance(x, (list, tuple)) for x in bits):
         return name
     return f"{name}-{bits[0]:g}" if bits[0] == bits[-1] else f"{name}-k{bits[0]}v{bits[-1]}"
-
-
-def _import(path: str) -> Any:
-    """The object at `module:name`."""
-    module, name = path.split(":")
-    return getattr(import_module(module), name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def estimate(values: Sequence[float], weights: Sequence[float], seed: int = 0) -
     as its tokens; the seed is that of the resampling.
     """
     x, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    mean = float((x * w).sum() / w.sum())
+    mean = float(np.average(x, weights=w))
     # rounding apart: resampling values that are all the same has nothing to vary
     if len(x) < MIN_UNITS or not np.isfinite(x).all() or np.ptp(x) <= _ROUNDING * float(np.abs(x).max()):
         return Estimate(mean)
@@ -147,7 +146,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
             if not ours.gated:
                 continue
             difference = paired_difference(ours.values, theirs[name].values, ours.weights, seed)
-            value, limit = (sum(map(mul, x.values, x.weights)) / sum(x.weights) for x in (ours, theirs[name]))
+            value, limit = (float(np.average(x.values, weights=x.weights)) for x in (ours, theirs[name]))
             reason, sign = "", 1 if ours.better == "lower" else -1
             end = difference.low if sign > 0 else difference.high
             negligible = sign * difference.mean <= max(_NEGLIGIBLE, NEGLIGIBLE_SHARE * abs(limit))

@@ -8,7 +8,6 @@ token by token.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -82,8 +81,8 @@ class QualityReport:
             "kl_mean": float(kl.mean()),
             "kl_p99": float(kl.kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values),
             "flips": float(scores.flips.mean()),
-            "perplexity": _exp(float(scores.nll.nanmean())),
-            "reference_perplexity": _exp(float(scores.reference_nll.nanmean())),
+            "perplexity": float(scores.nll.nanmean().exp()),
+            "reference_perplexity": float(scores.reference_nll.nanmean().exp()),
             "num_tokens": kl.numel(),
         }
 
@@ -120,11 +119,6 @@ def state_scores(model: Any, states: Tensor, reference: Tensor, targets: Tensor)
 def joined(parts: Sequence[TokenScores], dim: int) -> TokenScores:
     """Scores of more tokens (dim 1) or of more sequences (dim 0)."""
     return TokenScores(**{name: torch.cat([getattr(x, name) for x in parts], dim) for name in vars(parts[0])})
-
-
-def _exp(nll: float) -> float:
-    # infinity where e to the loss is more than a float holds
-    return math.exp(nll) if nll < math.log(sys.float_info.max) else math.inf
 
 
 def reference_states(model: Any, batch: Tensor) -> Tensor:

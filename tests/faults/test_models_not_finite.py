@@ -13,7 +13,7 @@ from factories import load, make_model
 import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import ModelError, UsageError
-from kvcli.eval.quality import _exp, measure, reference_states
+from kvcli.eval.quality import QualityReport, TokenScores, measure, reference_states
 from kvcli.generate import generate_text
 from kvcli.models import LoadedModel
 from kvcli.prompts import prompt_ids
@@ -75,8 +75,11 @@ def test_eval_refuses_a_model_or_a_method_that_is_not_finite() -> None:
 
 
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:
-    assert _exp(1e4) == float("inf")
-    assert _exp(1.0) == pytest.approx(2.718281828)
+    nll = torch.full((1, 2), 1e4, dtype=torch.float64)
+    memory: Any = None
+    figures = QualityReport(TokenScores(nll, nll, nll, nll / 1e4), memory).figures
+    assert figures["perplexity"] == float("inf")
+    assert figures["reference_perplexity"] == pytest.approx(2.718281828)
 
 
 def test_an_empty_prompt_is_said_or_refused() -> None:
