@@ -72,11 +72,6 @@ class Run(ABC):
     def summary(self, records: Records) -> Summary:
         """What is said after the records, also of a run that broke off."""
 
-    def table(self, records: Records) -> DataTable:
-        """The records as the suite's table."""
-        table: DataTable = self.suite.tabulate(records, self.options)
-        return table
-
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:

@@ -44,7 +44,7 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
         if records:
             summary = run.summary(records)
             result = {"suite": suite.name, "rows": records, **summary.fields}
-            output.result(result, run.table(records), following(records, options))
+            output.result(result, suite.tabulate(records, run.options), following(records, options))
             for line in summary.notes:
                 output.warn(line)
     if summary is not None and summary.failure is not None:
