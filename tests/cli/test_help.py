@@ -182,6 +182,15 @@ def test_flags_win_over_the_file(tiny: Any) -> None:
     assert result("calibrate", "--config", "c.yaml", "--tokens", "128", "--json")["num_tokens"] == 128
 
 
+def test_calibrate_reads_the_corpus_that_the_options_name(tiny: Any) -> None:
+    Path("c.csv").write_text("said\n" + "a b c\n" * 64)
+    words = ("--tokens", "64", "--seq-len", "32", "--corpus", "c.csv", "--text-column", "said", "--seed", "5")
+    samples = result("calibrate", *words, "--fisher-tokens", "0", "--json")["samples"]
+    found = json.loads(Path(samples, "samples.json").read_text())["provenance"]["corpus"]
+    expected = {"source": "c.csv", "split": "train", "name": None, "revision": None, "text_column": "said", "seed": 5}
+    assert found == expected
+
+
 def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ComputeOptions().torch_device() == "cuda"
