@@ -18,12 +18,12 @@ from kvcli.bench.suite import (
     BenchOptions,
     BenchRows,
     BenchSuite,
+    Column,
     Lengths,
     Row,
+    bench_table,
     parse_batches,
-    row_name,
     run_row,
-    status,
 )
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
@@ -188,32 +188,26 @@ def time_library(layer: Callable[..., Any], repeats: int, library: Baseline, row
 
 def table(records: Records, options: AttentionOptions) -> DataTable:
     """Times of one layer, compared with SDPA."""
-    columns = ["method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "impl"]
-    if options.baseline:
-        columns.insert(4, "x fastest")
-    rows = []
-    for record in records:
-        row = {"method": row_name(record), "context": f"{record['context']}", "batch": f"{record['batch']}"}
-        row |= status(record)
-        if record["status"] == "ok":
-            row |= {
-                "x SDPA": "-" if record["speedup"] is None else f"{record['speedup']:.2f}",
-                "x fastest": over_fastest(record, records, lambda x: 1 / x["p50_us"]),
-                "p50 us": f"{record['p50_us']:.1f}",
-                "p20-p80": f"{record['p20_us']:.1f}-{record['p80_us']:.1f}",
-                "eager us": f"{record['eager_us']:.1f}",
-                "GB/s": f"{record['stored_gb_s']:.0f}",
-                "bits": f"{record['true_bits']:.2f}",
-                "impl": record["impl"] + " (no graph)" * bool(record["note"]),
-            }
-        rows.append(row)
+    fastest: dict[str, Column] = {"x fastest": lambda record: over_fastest(record, records, lambda x: 1 / x["p50_us"])}
+    columns: dict[str, Column] = {
+        "context": "{context}",
+        "batch": "{batch}",
+        "x SDPA": "{speedup:.2f}",
+        **(fastest if options.baseline else {}),
+        "p50 us": "{p50_us:.1f}",
+        "p20-p80": "{p20_us:.1f}-{p80_us:.1f}",
+        "eager us": "{eager_us:.1f}",
+        "how": "{how:s}",
+        "GB/s": "{stored_gb_s:.0f}",
+        "bits": "{true_bits:.2f}",
+    }
     first = records[0]
-    fastest = ", x fastest: that of the fastest row of 16 bits" * bool(options.baseline)
+    of_fastest = ", x fastest: that of the fastest row of 16 bits" * bool(options.baseline)
     title = (
         f"{first['shape']}, layer {first['layer']}, one query token, {first['dtype']}, random codes; "
-        f"x SDPA: SDPA's time over this one's{fastest}; device copy {first['copy_gb_s']:.0f} GB/s"
+        f"x SDPA: SDPA's time over this one's{of_fastest}; device copy {first['copy_gb_s']:.0f} GB/s"
     )
-    return DataTable.of(title, rows, ("eager us", "GB/s", "p20-p80", "error", "bits", "impl"), columns=columns)
+    return bench_table(title, records, columns, ("how", "eager us", "GB/s", "p20-p80", "error", "bits", "impl"))
 
 
 SUITE = BenchSuite(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchRows, BenchSuite, Column, PromptRow, WholeModelOptions, bench_table, run_row
 from kvcli.progress import Reporter
-from kvcli.registry import UNFITTED_METHOD
+from kvcli.registry import BASELINE, UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -103,24 +103,20 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
 
 def tabulate(records: Records, options: ChunksOptions) -> DataTable:
     """Milliseconds per pass, and ratios to fp16 and to stock DynamicCache."""
-    rows, fp16 = [], records[0]["ms"]
-    for record in records:
-        row = {"method": record["method"], **status(record)}
-        if record["status"] == "ok":
-            row |= {
-                "ms": f"{record['ms']:.1f}",
-                "fp16 = 1": "-" if fp16 is None else f"{record['ms'] / fp16:.2f}",
-                "DynamicCache = 1": f"{record['ms'] / record['stock_ms']:.2f}",
-                "DynamicCache ms": f"{record['stock_ms']:.1f}",
-                "ordinary passes ms": f"{record['pass_ms']:.1f}",
-                "mode": record["mode"],
-            }
-        rows.append(row)
+    fp16 = {record["dtype"]: record["ms"] for record in records if record["method"] == BASELINE}
+    columns: dict[str, Column] = {
+        "ms": "{ms:.1f}",
+        "fp16 = 1": lambda x: f"{x['ms'] / fp16[x['dtype']]:.2f}" if fp16.get(x["dtype"]) else "-",
+        "DynamicCache = 1": lambda x: f"{x['ms'] / x['stock_ms']:.2f}",
+        "DynamicCache ms": "{stock_ms:.1f}",
+        "ordinary passes ms": "{pass_ms:.1f}",
+        "mode": "{mode:s}",
+    }
     title = (
-        f"{records[0]['model']} {records[0]['dtype']}, passes of {options.batch_size} x {options.chunk} tokens after "
+        f"{records[0]['model']} {'/'.join(fp16)}, passes of {options.batch_size} x {options.chunk} tokens after "
         f"{options.prompt_tokens}"
     )
-    return DataTable.of(title, rows, ("error", "impl", "mode", "ordinary passes ms"))
+    return bench_table(title, records, columns, ("error", "impl", "mode", "ordinary passes ms"))
 
 
 SUITE = BenchSuite(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, PromptRow, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchRows, BenchSuite, Column, Lengths, PromptRow, WholeModelOptions, bench_table, run_row
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -201,26 +201,19 @@ def break_even(records: Records) -> dict[str, int | None]:
 
 def table(records: Records, options: ContextsOptions) -> DataTable:
     """Loading a context compared with reading it."""
-    columns = (
-        *("method", "context", "file", "file / 16 bits", "prefill+token ms", "load+token ms", "times faster"),
-        *("load ms", "write ms", "bits", "faster from", "error", "impl"),
-    )
-    faster_from, rows = break_even(records), []
-    for record in records:
-        row = {"method": record["method"], "context": f"{record['context']}", **status(record)}
-        if record["status"] == "ok":
-            row |= {
-                "file": size(record["file_bytes"]),
-                "file / 16 bits": f"1/{record['file_ratio']:.2f}",
-                "prefill+token ms": f"{record['prefill_token_ms'][1]:.1f}",
-                "load+token ms": f"{record['load_token_ms'][1]:.1f}",
-                "times faster": f"{record['speedup']:.1f}",
-                "load ms": f"{record['load_ms'][1]:.1f}",
-                "write ms": f"{record['write_ms'][1]:.1f}",
-                "bits": f"{record['file_bits']:.2f}",
-                "faster from": f"{faster_from[record['method']] or '-'}",
-            }
-        rows.append(row)
+    faster_from = break_even(records)
+    columns: dict[str, Column] = {
+        "context": "{context}",
+        "file": lambda x: size(x["file_bytes"]),
+        "file / 16 bits": "1/{file_ratio:.2f}",
+        "prefill+token ms": "{prefill_token_ms[1]:.1f}",
+        "load+token ms": "{load_token_ms[1]:.1f}",
+        "times faster": "{speedup:.1f}",
+        "load ms": "{load_ms[1]:.1f}",
+        "write ms": "{write_ms[1]:.1f}",
+        "bits": "{file_bits:.2f}",
+        "faster from": lambda x: f"{faster_from[x['method']] or '-'}",
+    }
     first = records[0]
     title = (
         f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}, one sequence; "
@@ -228,7 +221,7 @@ def table(records: Records, options: ContextsOptions) -> DataTable:
         "measured context from which on loading was faster"
     )
     optional = ("error", "bits", "impl", "write ms", "faster from", "load ms")
-    return DataTable.of(title, rows, optional, columns=columns)
+    return bench_table(title, records, columns, optional)
 
 
 SUITE = BenchSuite(

@@ -7,7 +7,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from kvcli.bench.baselines import BASELINE_HELP, BaselineName, load_baselines, over_fastest
-from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, WholeModelOptions, parse_batches, status
+from kvcli.bench.suite import (
+    BenchRows,
+    BenchSuite,
+    Column,
+    Lengths,
+    Record,
+    WholeModelOptions,
+    bench_table,
+    parse_batches,
+)
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.progress import Reporter
@@ -148,40 +157,26 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
 
 def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable:
     """Rates and memory of whole models, compared with fp16."""
-    columns = (
-        *("method", "prompt+new", "batch", "x tok/s", *["x fastest"] * bool(options.baseline), "x total"),
-        *("prefill / fp16", "cache", "tok/s", "% of ceiling", "decode", "prefill ms", "p20-p80", "ttft ms", "peak"),
-        *("error", "impl"),
-    )
 
-    def number(value: float | None, format_spec: str) -> str:
-        return "-" if value is None else format(value, format_spec)
+    def fastest(record: Record) -> str:
+        return over_fastest(record, records, lambda x: x["tokens_per_s"] and x["tokens_per_s"][1])
 
-    rows = []
-    for record in records:
-        row = {
-            "method": record["method"],
-            "prompt+new": f"{record['prompt_tokens']}+{record['new_tokens']}",
-            "batch": f"{record['batch'] or '-'}",
-            **status(record),
-        }
-        if record["status"] == "ok":
-            rate, prefill, share = record["tokens_per_s"], record["prefill_ms"], record["ceiling_share"]
-            row |= {
-                "x tok/s": number(record["rate_ratio"], ".2f"),
-                "x fastest": over_fastest(record, records, lambda x: x["tokens_per_s"] and x["tokens_per_s"][1]),
-                "x total": number(record["total_ratio"], ".2f"),
-                "prefill / fp16": number(record["prefill_ratio"], ".3f"),
-                "cache": "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
-                "tok/s": number(rate and rate[1], ".1f"),
-                "% of ceiling": number(share and 100 * share, ".0f"),
-                "decode": (record["decode"] or "-") + " *" * bool(record["decode"] and not record["steady_tokens"]),
-                "prefill ms": number(prefill and prefill[1], ".1f"),
-                "p20-p80": f"{prefill[0]:.1f}-{prefill[2]:.1f}" if prefill else "-",
-                "ttft ms": number(record["ttft_ms"], ".1f"),
-                "peak": "-" if record["peak_bytes"] is None else size(record["peak_bytes"]),
-            }
-        rows.append(row)
+    columns: dict[str, Column] = {
+        "prompt+new": "{prompt_tokens}+{new_tokens}",
+        "batch": "{batch}",
+        "x tok/s": "{rate_ratio:.2f}",
+        **({"x fastest": fastest} if options.baseline else {}),
+        "x total": "{total_ratio:.2f}",
+        "prefill / fp16": "{prefill_ratio:.3f}",
+        "cache": "1/{cache_ratio:.2f}",
+        "tok/s": "{tokens_per_s[1]:.1f}",
+        "% of ceiling": "{ceiling_share:.0%}",
+        "decode": lambda x: f"{x['decode']}{' *' * (x['steady_tokens'] is None)}" if x["decode"] else "-",
+        "prefill ms": "{prefill_ms[1]:.1f}",
+        "p20-p80": "{prefill_ms[0]:.1f}-{prefill_ms[2]:.1f}",
+        "ttft ms": "{ttft_ms:.1f}",
+        "peak": lambda x: "-" if x["peak_bytes"] is None else size(x["peak_bytes"]),
+    }
     first = records[0]
     budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
     title = (
@@ -191,36 +186,27 @@ def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable
         "of all tokens after the first)" + "; x fastest: over the fastest row of 16 bits" * bool(options.baseline)
     )
     optional = ("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "decode", "tok/s")
-    return DataTable.of(title, rows, (*optional, "% of ceiling"), columns=columns)
+    return bench_table(title, records, columns, (*optional, "% of ceiling"))
 
 
 def memory_table(records: Records, options: MemoryOptions) -> DataTable:
     """What fits into the budget."""
-    columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "impl")
-    rows = []
-    for record in records:
-        row = {
-            "method": record["method"],
-            "question": record["question"],
-            "context": f"{record['context'] or '-'}",
-            "batch": f"{record['batch'] or '-'}",
-            **status(record),
-        }
-        if record["status"] == "ok":
-            row |= {
-                "cache": size(record["cache_bytes"]),
-                "cache / fp16": f"1/{record['cache_ratio']:.2f}",
-                "peak": size(record["peak_bytes"]),
-                "reserved": size(record["reserved_bytes"]),
-            }
-        rows.append(row)
+    columns: dict[str, Column] = {
+        "question": "{question}",
+        "context": "{context}",
+        "batch": "{batch}",
+        "cache": lambda x: size(x["cache_bytes"]),
+        "cache / fp16": "1/{cache_ratio:.2f}",
+        "peak": lambda x: size(x["peak_bytes"]),
+        "reserved": lambda x: size(x["reserved_bytes"]),
+    }
     first = records[0]
     weights = f"{first['weights']} weights ({size(first['weights_bytes'])})"
     title = (
         f"{first['model']}, {weights}, {_layers(records)}, {first['dtype']}, budget {size(first['memory_budget'])};"
         f" prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; one decode step"
     )
-    return DataTable.of(title, rows, ("reserved", "error", "impl", "peak"), columns=columns)
+    return bench_table(title, records, columns, ("reserved", "error", "impl", "peak"))
 
 
 def _layers(records: Records) -> str:

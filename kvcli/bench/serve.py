@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, bench_table, run_row
 from kvcli.errors import KvcliError, UsageError
 from kvcli.progress import Reporter, Silent
 from kvcli.registry import UNFITTED_METHOD
@@ -271,21 +271,24 @@ def _note_time(times: list[float], tokens: Any) -> None:
 
 def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:
     """Seconds to the first token and tokens per second of all clients, by where the prompts are."""
-    rows = []
-    for record in records:
-        row = {"method": record["method"], "clients": str(record["batch"]), **status(record)}
-        for state in ("cold", "hot", "disk"):
-            for heading, name, form in (("s", "first_s", ".3f"), ("tokens/s", "tokens_per_s", ".1f")):
-                if (value := record[f"{state}_{name}"]) is not None:
-                    row[f"{state} {heading}"] = f"{value:{form}}"
-        if record["disk_cached"] is not None:
-            row["cached"] = f"{record['disk_cached']:.1%}"
-        rows.append(row)
+    columns = {
+        "prompt": "{context}",
+        "clients": "{batch}",
+        "cold s": "{cold_first_s:.3f}",
+        "hot s": "{hot_first_s:.3f}",
+        "disk s": "{disk_first_s:.3f}",
+        "direct s": "{direct_first_s:.3f}",
+        "cold tokens/s": "{cold_tokens_per_s:.1f}",
+        "hot tokens/s": "{hot_tokens_per_s:.1f}",
+        "disk tokens/s": "{disk_tokens_per_s:.1f}",
+        "direct tokens/s": "{direct_tokens_per_s:.1f}",
+        "cached": "{disk_cached:.1%}",
+    }
     title = (
-        f"{records[0]['model']}, prompts of {options.prompt_tokens} tokens, answers of {options.new_tokens}: median "
-        "seconds to the first token, and tokens per second of all clients"
+        f"{records[0]['model']}, answers of {options.new_tokens} tokens: median seconds to the first token, and tokens "
+        "per second of all clients; cached: share of a prompt that was on disk"
     )
-    return DataTable.of(title, rows, ("error", "impl"))
+    return bench_table(title, records, columns, ("error", "impl"))
 
 
 SUITE = BenchSuite(

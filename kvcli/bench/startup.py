@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, bench_table, run_row
 from kvcli.errors import KvcliError
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -130,23 +130,21 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
 
 def tabulate(records: Records, options: StartupOptions) -> DataTable:
     """Seconds to the first token, and how much later than fp16 the last one comes."""
-    rows = []
-    for record in records:
-        row = {"method": record["method"], **status(record)}
-        if record["status"] == "ok":
-            for state in _STATES:
-                row |= {
-                    f"{state} s": f"{record[f'{state}_s']:.1f}",
-                    f"{state} warm-up s": f"{record[f'{state}_warmup_s']:.1f}",
-                    f"{state} - fp16 s": f"{record[f'{state}_extra_s']:+.1f}",
-                }
-            row |= {"kernels": f"{record['kernels']}", "later": f"{record['later']}"}
-        rows.append(row)
+    columns = {
+        "cold s": "{cold_s:.1f}",
+        "cold warm-up s": "{cold_warmup_s:.1f}",
+        "cold - fp16 s": "{cold_extra_s:.1f}",
+        "warm s": "{warm_s:.1f}",
+        "warm warm-up s": "{warm_warmup_s:.1f}",
+        "warm - fp16 s": "{warm_extra_s:.1f}",
+        "kernels": "{kernels:d}",
+        "later": "{later:d}",
+    }
     title = (
         f"{records[0]['model']}, from the start of a process to the first token of {options.prompt_tokens} prompt "
         f"tokens; less fp16: to the last of {_NEW_TOKENS} tokens"
     )
-    return DataTable.of(title, rows, ("error", "impl"))
+    return bench_table(title, records, columns, ("error", "impl"))
 
 
 SUITE = BenchSuite(

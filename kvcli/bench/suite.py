@@ -6,7 +6,7 @@ A failing method is recorded in its row, and the run goes on.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -20,6 +20,7 @@ from kvcli.options import IMPL_HELP, Impl, parse_settings
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
+from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
@@ -29,7 +30,14 @@ ERRORS = ("mismatch", "failed")
 """Statuses of rows that are errors; `out of memory` and `refused` are results."""
 
 
-def row_name(record: Mapping[str, Any]) -> str:
+Record = Mapping[str, Any]
+"""A record as plain JSON values."""
+
+Column = str | Callable[[Record], str]
+"""A template of fields with their formats, whose cell is `-` where one is None; or a function of a row with figures."""
+
+
+def row_name(record: Record) -> str:
     """The method of a row, and the tokens of a page where its codes are in pages."""
     pages = f", pages of {record['page_size']}" if record.get("page_size") else ""
     return f"{record['method']}{pages}"
@@ -262,10 +270,23 @@ def parse_batches(texts: list[str]) -> list[int] | None:
     return [int(text) for text in texts] or [1]
 
 
-def status(record: Any) -> dict[str, str]:
-    """The last two cells of a row: the error of its kernels, and what ran or why there are no figures."""
-    error = "-" if record["out_error"] is None else f"{record['out_error']:.1e}"
-    if record["status"] == "ok":
-        return {"error": error, "impl": record["impl"]}
-    named = record["status"].upper() if record["status"] in ERRORS else record["status"]
-    return {"error": error, "impl": f"{record['impl']}: {named}"}
+def bench_table(title: str, records: Records, columns: Mapping[str, Column], optional: Sequence[str] = ()) -> DataTable:
+    """A row per record: its method, `columns`, the error of its kernels, and what ran or why there are no figures."""
+
+    def cell(record: Record, column: Column) -> str:
+        if callable(column):
+            return column(record) if record["status"] == "ok" else "-"
+        try:
+            return column.format_map(record)
+        except TypeError:  # None has no format
+            return "-"
+
+    rows = []
+    if any(record["out_error"] is not None for record in records):
+        columns = {**columns, "error": "{out_error:.1e}"}
+    for record in records:
+        status = record["status"]
+        why = "" if status == "ok" else f": {status.upper() if status in ERRORS else status}"
+        cells = {heading: cell(record, column) for heading, column in columns.items()}
+        rows.append({"method": row_name(record), **cells, "impl": f"{record['impl']}{why}"})
+    return DataTable.of(title, rows, optional)

@@ -1,7 +1,6 @@
 """Tables of records of `kvcli eval` and `kvcli bench`, for docs and for `kvcli report`.
 
-A table is of rows of one suite; `sections` puts the rows together that can stand in one. Suites without a table here
-have the one that the command prints.
+A table is of rows of one suite; `sections` puts the rows together that can stand in one.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.bench.suite import row_name
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, read_plain
-from kvcli.registry import BASELINE, BENCH_SUITES, EVAL_SUITES, get_suite
+from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
 from kvcli.suite import Records, Suite
 from kvcli.tables import DataTable
 
@@ -59,6 +57,13 @@ MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
 }
 """By suite of `kvcli bench`: field, what it is, unit, and what it is divided by; of percentiles the median."""
 
+
+SIDE_BY_SIDE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "attention": ("context", ("p50 us",), ("bits", "x SDPA", "GB/s")),
+    "generate": ("context", ("tok/s", "x tok/s"), ()),
+    "chunks": ("dtype", ("ms", "fp16 = 1", "DynamicCache = 1", "ordinary passes ms"), ()),
+}
+"""By suite: a field by which rows of a method stand side by side, the columns that each has, and those of the last."""
 
 UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What is raised where a record lacks a field, or has one of another type."""
@@ -126,12 +131,13 @@ def sections(rows: Records) -> list[Section]:
 
 
 def table(suite: str, rows: Records) -> DataTable:
-    """The table of rows of one suite."""
-    if (make := TABLES.get(suite)) is not None:
-        return make(rows)
+    """The table of rows of one suite: the command's own, but for `kl`, with one row per method in `SIDE_BY_SIDE`."""
+    if suite == "kl":
+        return quality(rows)
     found = _suite(suite)
     options = {name: x for name, x in rows[0].get("options", {}).items() if name in found.options.model_fields}
-    return found.tabulate(rows, found.options(**options))
+    made = found.tabulate(rows, found.options(**options))
+    return side_by_side(rows, made) if suite in SIDE_BY_SIDE else made
 
 
 def named(rows: Records) -> list[tuple[str, Row]]:
@@ -165,33 +171,19 @@ def _name(method: str, row: Row, alike: Records) -> str:
     return ", ".join((method, *(f"{x} {traits[x]}" for x in differing)))
 
 
-def attention(rows: Records) -> DataTable:
-    """Times of one layer and one query token: microseconds by context, and speed against SDPA at the longest."""
-    contexts, by_method = _by_context(rows)
-    header = ["method", "bits", *(f"{tokens(c)}, us" for c in contexts), "SDPA = 1", "GB/s of stored bytes"]
-    cells = []
-    for method, times in by_method.items():
-        last = times.get(contexts[-1])
-        bits = next((f"{row['true_bits']:.2f}" for row in times.values() if row["true_bits"] is not None), "")
-        us = [_figure(times.get(c), lambda row: f"{row['p50_us']:.3g}") for c in contexts]
-        ratio = _figure(last, lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}")
-        cells.append([method, bits, *us, ratio, _figure(last, lambda row: f"{row['stored_gb_s']:.0f}")])
-    return DataTable("One layer, one query token", header, cells)
-
-
-def generate(rows: Records) -> DataTable:
-    """Tokens per second of one sequence, and the rate against a captured step of fp16."""
-    prompts, by_method = _by_context(rows)
-    columns: dict[str, Callable[[Row], str]] = {
-        "tokens/s": lambda row: "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s'][1]:.1f}",
-        "fp16 = 1": lambda row: "-" if row["rate_ratio"] is None else f"{row['rate_ratio']:.2f}",
-    }
-    header = ["method", *(f"{tokens(p)}, {name}" for name in columns for p in prompts)]
-    cells = [
-        [method, *(_figure(found.get(p), figure) for figure in columns.values() for p in prompts)]
-        for method, found in by_method.items()
-    ]
-    return DataTable("Decoding of whole models", header, cells)
+def side_by_side(rows: Records, made: DataTable) -> DataTable:
+    """The table of a suite of `SIDE_BY_SIDE` with one row per method; what went wrong where there is no figure."""
+    field, each, of_last = SIDE_BY_SIDE[rows[0]["suite"]]
+    values = sorted({row[field] for row in rows})
+    shown: dict[str, dict[Any, dict[str, str]]] = {}
+    for row, cells in zip(rows, made.rows, strict=True):
+        found = dict(zip(made.columns, cells, strict=True))
+        failed = dict.fromkeys((*each, *of_last), str(row["status"]))
+        shown.setdefault(cells[0], {})[row[field]] = found if row["status"] == "ok" else failed
+    places = [(f"{tokens(x) if field == 'context' else x}, {column}", x, column) for column in each for x in values]
+    places += [(column, values[-1], column) for column in of_last]
+    lines = [[name, *(found.get(x, {}).get(column, "") for _, x, column in places)] for name, found in shown.items()]
+    return DataTable(made.title, ["method", *(heading for heading, *_ in places)], lines)
 
 
 def without_sinks(rows: Records) -> dict[str, Row]:
@@ -220,51 +212,6 @@ def quality(rows: Records) -> DataTable:
     return DataTable(title, header + ["KL without sinks"] * bool(without), cells)
 
 
-def startup(rows: Records) -> DataTable:
-    """Seconds from the start of a process, without and with compiled kernels."""
-    header = ["method", "kernels", "cold", "warm-up in it", "cold - fp16", "warm", "warm - fp16"]
-    times = ("cold_s", "cold_warmup_s", "cold_extra_s", "warm_s", "warm_extra_s")
-    cells = [
-        [
-            row["method"],
-            f"{row['kernels']}",
-            *(f"{row[time]:.1f}" if row["status"] == "ok" else row["status"] for time in times),
-        ]
-        for row in rows
-    ]
-    return DataTable("Seconds from the start of a process", header, cells)
-
-
-def chunks(rows: Records) -> DataTable:
-    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, of all dtypes in a cell."""
-    by_name = {(row["dtype"], row["method"]): row for row in rows}
-    dtypes, methods = dict.fromkeys(dtype for dtype, _ in by_name), dict.fromkeys(method for _, method in by_name)
-    fp16 = {dtype: row["ms"] for (dtype, method), row in by_name.items() if method == BASELINE}
-    columns: dict[str, Callable[[Row], str]] = {
-        f"ms, {'/'.join(dtypes)}": lambda row: f"{row['ms']:.1f}",
-        "fp16 = 1": lambda row: f"{row['ms'] / fp16[row['dtype']]:.2f}" if fp16.get(row["dtype"]) else "-",
-        "DynamicCache = 1": lambda row: f"{row['ms'] / row['stock_ms']:.2f}",
-        "not captured, ms": lambda row: f"{row['pass_ms']:.0f}",
-    }
-    cells = [
-        [method, *("/".join(_figure(by_name.get((x, method)), figure) for x in dtypes) for figure in columns.values())]
-        for method in methods
-    ]
-    return DataTable("Milliseconds per pass over a chunk", ["method", *columns], cells)
-
-
-def serve(rows: Records) -> DataTable:
-    """Seconds to a client's first token, and tokens per second of all clients, by where their prompts were."""
-    states = ("cold", "hot", "disk", "direct")
-    header = ["method", "prompt", "clients", *(f"{x}, s" for x in states), *(f"{x}, tokens/s" for x in states)]
-    cells = []
-    for row in rows:
-        columns = [f"{state}_{figure}" for figure in ("first_s", "tokens_per_s") for state in states]
-        figures = ["" if row[x] is None else f"{row[x]:.3g}" for x in columns]
-        cells.append([row["method"], tokens(row["context"]), f"{row['batch']}", *figures])
-    return DataTable("Seconds to the first token, and tokens per second of all clients", header, cells)
-
-
 def answers(rows: Records) -> DataTable | None:
     """What was said beside what was expected, where one answer is wrong; None where none is, or units have no texts."""
     same = [row for row in rows if row.get("protocol") == rows[0].get("protocol")]
@@ -285,29 +232,9 @@ def answers(rows: Records) -> DataTable | None:
     return DataTable(title, ["", "text"], cells, text_columns=2, prose=["text"])
 
 
-TABLES: dict[str, Callable[[Records], DataTable]] = {
-    **{"attention": attention, "generate": generate, "kl": quality},
-    **{"startup": startup, "chunks": chunks, "serve": serve},
-}
-"""By suite."""
-
-
 def tokens(count: int) -> str:
     """A number of tokens, such as 8K."""
     return f"{count}" if count % 1024 else f"{count // 1024}K"
-
-
-def _figure(row: Row | None, figure: Callable[[Row], str]) -> str:
-    """A cell: empty where nothing was measured, and what went wrong where there is no figure."""
-    return "" if row is None else figure(row) if row["status"] == "ok" else str(row["status"])
-
-
-def _by_context(rows: Records) -> tuple[list[int], dict[str, dict[int, Row]]]:
-    """All contexts, and by method, and page size if there is one, the rows by context."""
-    by_method: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        by_method.setdefault(row_name(row), {})[row["context"]] = row
-    return sorted({row["context"] for row in rows}), by_method
 
 
 def _suite(name: str) -> Suite:

@@ -12,7 +12,7 @@ from foundation.test_method_names import mentions
 from typer.testing import CliRunner
 
 import kvcli.eval
-from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Row, run_row, status
+from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Row, bench_table, run_row
 from kvcli.cli import suites
 from kvcli.eval.records import read_rows
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
@@ -60,7 +60,7 @@ def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.Monkey
         return BenchRows(rows, 2 * len(cases))
 
     def table(records: Any, options: Any) -> DataTable:
-        return DataTable.of("rows", [{"method": record["method"], **status(record)} for record in records])
+        return bench_table("rows", records, {"context": "{context}"})
 
     suite = BenchSuite(name="rows", help="x", options=BenchOptions, example="x", prepare=prepare, tabulate=table)
     monkeypatch.setitem(BENCH_SUITES, "rows", "x:SUITE")

@@ -93,7 +93,7 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert attend.call_count == 1
     line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)
     says(line, "MISMATCH", "1.0e-01")
-    assert line.count(" - ") == 6
+    assert line.count(" - ") == 7
     assert "error: commvq-2, 64 tokens, batch 1: differs" in done.stderr
     row = result(*ATTENTION, *BOOKS, "--json", exit_code=1)["rows"][1]
     assert {row[x] for x in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s")} == {None}

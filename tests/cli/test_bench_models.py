@@ -76,7 +76,7 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
     rows_shown = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
     lines = {cells[1]: cells for cells in rows_shown}
     assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
-    assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
+    assert lines["commvq-1"][2:6] == ["longest context", "0", "1", "-"]
     assert lines["commvq-1"][-2] == "fused: out of memory"
     assert "budget 40.00 GiB" in " ".join(done.stdout.split())
     row = records("memory")[0]
