@@ -5,11 +5,11 @@ Kernels that differ from the reference on the same codes are not timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -114,7 +114,7 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     from kvcli.bench.shapes import shape_rope, shape_spec
     from kvcli.bench.timing import copy_bandwidth, time_call
 
-    device, seed = torch.device(options.torch_device()), options.seed
+    device = torch.device(options.torch_device())
     gpu = device.type == "cuda"
     name = options.dtype if options.dtype != "auto" else "float16" if gpu else "float32"
     dtype: torch.dtype = getattr(torch, name)
@@ -127,63 +127,47 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
         raise UsageError(f"shape {options.shape} has layers 0 to {spec.num_layers - 1}, not {layer_idx}")
     impls = {case.name: choose_backend(case.method, [], options.impl, device).impl for case in cases}
     rope = shape_rope(options.shape, device)
-    uncompressed = partial(uncompressed_layer, spec, device=device, dtype=dtype, seed=seed)
-    libraries, timed = load_baselines(options.baseline), partial(time_library, uncompressed, options.repeats)
+    uncompressed = partial(uncompressed_layer, spec, device=device, dtype=dtype, seed=options.seed)
+    encoded = partial(encoded_layer, layer_idx=layer_idx, device=device, dtype=dtype, seed=options.seed)
+    libraries = load_baselines(options.baseline)
 
     def measure_sdpa(row: AttentionRow) -> AttentionRow:
         query, key, value = uncompressed(row.batch, row.context)
         attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
         timing = time_call(attend, device, options.repeats)
-        row = replace(row, sdpa_us=timing.p50_us)
-        return row.timed(timing, key.nbytes + value.nbytes, row.context, spec.kv_dim)
+        return replace(row, sdpa_us=timing.p50_us).timed(timing, key.nbytes + value.nbytes, row.context, spec.kv_dim)
+
+    def measure_library(library: Baseline, row: AttentionRow) -> AttentionRow:
+        agreement, attend = library.check(*uncompressed(row.batch, row.context))
+        row, stored_bytes = row.checked(agreement), sum(x.nbytes for x in attend.args[1:])
+        return row.timed(time_call(attend, device, options.repeats), stored_bytes, row.context, spec.kv_dim)
 
     def measure_method(case: MethodCase, row: AttentionRow) -> AttentionRow:
         """Checks a method's kernels, and times them if they are right."""
-        shape = {"layer_idx": layer_idx, "context": row.context, "batch": row.batch}
-        layer = encoded_layer(case, spec, rope, **shape, device=device, dtype=dtype, seed=seed).in_pages(row.page_size)
+        layer = encoded(case, spec, rope, context=row.context, batch=row.batch).in_pages(row.page_size)
         backend = choose_backend(case.method, [layer.codec], options.impl, device)
         layer.codec.use_kernels(backend.impl == "fused")
         graph = backend.attend_codes is not reference_attend
         with torch.inference_mode():
-            row = replace(row, impl=backend.impl).checked(
-                compare_attention(layer, backend.attend_codes) if graph else None
-            )
-            if row.status != "ok":
-                return row
+            row = replace(row, impl=backend.impl)
+            row = row.checked(compare_attention(layer, backend.attend_codes) if graph else None)
             attend = partial(layer.attend, backend.attend_codes, layer.encoded_tokens())
             timing = time_call(attend, device, options.repeats, graph=graph)
         return row.timed(timing, layer.stored_bytes, layer.num_tokens, spec.kv_dim)
 
     def rows() -> Iterator[AttentionRow]:
         copy_gb_s = copy_bandwidth(device, min(options.repeats, 10))
-        for batch in batches:
-            for context in contexts:
-                sdpa = run_row(measure_sdpa, AttentionRow(BASELINE, context, batch, "sdpa", copy_gb_s=copy_gb_s))
-                yield sdpa
-                for library in libraries:
-                    row = AttentionRow(library.name, context, batch, library.name, copy_gb_s=copy_gb_s)
-                    yield run_row(partial(timed, library), replace(row, sdpa_us=sdpa.sdpa_us))
-                for case, pages in product(cases, [None, *options.page_size]):
-                    row = AttentionRow(
-                        case.name, context, batch, impls[case.name], page_size=pages, copy_gb_s=copy_gb_s
-                    )
-                    yield run_row(partial(measure_method, case), replace(row, sdpa_us=sdpa.sdpa_us))
+        for batch, context in product(batches, contexts):
+            empty = partial(AttentionRow, context=context, batch=batch, copy_gb_s=copy_gb_s)
+            yield (sdpa := run_row(measure_sdpa, empty(BASELINE, impl="sdpa")))
+            empty = partial(empty, sdpa_us=sdpa.sdpa_us)
+            for library in libraries:
+                yield run_row(partial(measure_library, library), empty(library.name, impl=library.name))
+            for case, pages in product(cases, [None, *options.page_size]):
+                yield run_row(partial(measure_method, case), empty(case.name, impl=impls[case.name], page_size=pages))
 
-    num_rows = len(contexts) * len(batches) * (1 + len(libraries) + len(cases) * (1 + len(options.page_size)))
-    shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
-    return BenchRows(rows(), num_rows, shared)
-
-
-def time_library(layer: Callable[..., Any], repeats: int, library: Baseline, row: AttentionRow) -> AttentionRow:
-    """Checks a library's attention over a `layer` of the row's batch and context, and times it if it is right."""
-    from kvcli.bench.timing import time_call
-
-    agreement, attend = library.check(*layer(row.batch, row.context))
-    row = row.checked(agreement)
-    if row.status != "ok":
-        return row
-    key = attend.args[1]
-    return row.timed(time_call(attend, key.device, repeats), 2 * key.nbytes, row.context, key[0, :, 0].numel())
+    total = len(contexts) * len(batches) * (1 + len(libraries) + len(cases) * (1 + len(options.page_size)))
+    return BenchRows(rows(), total, {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"})
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, Column, Lengths, PromptRow, WholeModelOptions, bench_table, run_row
+from kvcli.bench.suite import (
+    BenchRows,
+    BenchSuite,
+    Column,
+    Lengths,
+    NoFigures,
+    PromptRow,
+    WholeModelOptions,
+    bench_table,
+    run_row,
+)
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -84,7 +94,6 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods."""
     import torch
 
-    from kvcli.bench.budget import release_gpu_memory
     from kvcli.bench.layer import KernelCheck
     from kvcli.bench.model import open_session, random_prompt
     from kvcli.seam.probe import probe
@@ -100,8 +109,6 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
 
     def measure(case: MethodCase, row: ContextRow) -> ContextRow:
         row = row.checked(check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
-        if row.status != "ok":
-            return row
         ids = random_prompt(check.spec, 1, row.context + 1, model.device, options.seed)
         with (
             tempfile.TemporaryDirectory(prefix="kvcli-bench-", dir=options.context_folder) as folder,
@@ -115,7 +122,6 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
         for context in contexts:
             for case in cases:
                 yield run_row(partial(measure, case), ContextRow(case.name, context, 1, check.impl(case)))
-                release_gpu_memory()
 
     shared = {**shared, "prefill_chunk": options.prefill_chunk}
     return BenchRows(rows(), len(contexts) * len(cases), shared)
@@ -158,7 +164,7 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
     row = replace(row, logits_error=error)
     if not error <= (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_16):
         note = f"logits after loading differ by {error:.1e} from those of the cache that was saved"
-        return replace(row, status="mismatch", note=note)
+        raise NoFigures(replace(row, status="mismatch", note=note))
     (prefill_ms,) = percentiles_ms(read_prompt, options.repeats)
     load_ms, load_token_ms = percentiles_ms(load, options.repeats)
     file_bytes, fp16_bytes = path.stat().st_size, row.context * session.spec.fp16_bytes_per_token()

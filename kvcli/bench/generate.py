@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -124,13 +124,14 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         seed=options.seed,
         memory_budget=budget,
         prefill_chunk=chunk,
+        fill_middle=filled,
         mode=None if options.decode == "auto" else options.decode,
         backend=BACKEND if options.compile else None,
         libraries=libraries,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
-    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats, fill_prompt=filled)
+    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats)
     shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
     return BenchRows(rows, len(contexts) * len(batches or [0]) * (len(cases) + len(libraries)), shared)
 
@@ -149,10 +150,11 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
     batches, chunk, full = parse_batches(options.batches), options.prefill_chunk or FILLED_CHUNK, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
     model, shared = options.load_model(shape, reporter)
-    bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, memory_budget=budget, prefill_chunk=chunk)
-    rows = bench.memory(options.contexts, batches, longest=options.longest, full_prefill=full)
+    limits: dict[str, Any] = {"memory_budget": budget, "prefill_chunk": chunk}
+    bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, fill_middle=not full, **limits)
+    rows = bench.memory(options.contexts, batches, longest=options.longest)
     total = len(cases) * (len(options.contexts) * len(batches or [0]) + options.longest)
-    return BenchRows(rows, total, {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[full]})
+    return BenchRows(rows, total, {**shared, **limits, "prefill": PREFILL[full]})
 
 
 def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable:

@@ -7,9 +7,10 @@ reference on one layer of the model's shape.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_g
 from kvcli.bench.fixed_length import library_runs, with_fixed_length
 from kvcli.bench.layer import KernelCheck, MethodCase, uncompressed_layer
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
-from kvcli.bench.suite import PromptRow, run_row
+from kvcli.bench.suite import NoFigures, PromptRow, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 from kvcli.errors import UsageError
 
@@ -127,13 +128,14 @@ class ModelRow(PromptRow):
             total_tokens_per_s=percentiles(totals)[1] if new else None,
         )
 
-    def with_ceiling(self, read_bytes: int, copy_gb_s: float) -> ModelRow:
-        """The row compared with the rate at which memory could be read."""
-        ceiling = self.batch * copy_gb_s * 1e9 / read_bytes
+    def with_ceiling(self, read_bytes: int) -> ModelRow:
+        """The row compared with the rate at which memory could be read, if that is known."""
+        if self.copy_gb_s is None:
+            return self
+        ceiling = self.batch * self.copy_gb_s * 1e9 / read_bytes
         return replace(
             self,
             read_bytes=read_bytes,
-            copy_gb_s=copy_gb_s,
             ceiling_tokens_per_s=ceiling,
             ceiling_share=self.tokens_per_s[1] / ceiling if self.tokens_per_s else None,
         )
@@ -163,7 +165,7 @@ class ModelBench:
         impl: as in `kvcli.attach`.
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
-        prefill_chunk, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
+        prefill_chunk, fill_middle, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
         libraries: whose attention is measured beside fp16's, in `generate`.
     """
 
@@ -174,6 +176,7 @@ class ModelBench:
     seed: int
     memory_budget: int | None = None
     prefill_chunk: int | None = None
+    fill_middle: bool = False
     mode: Mode | None = None
     backend: str | None = None
     libraries: Sequence[Baseline] = ()
@@ -184,59 +187,42 @@ class ModelBench:
         return KernelCheck(self.model, self.cases, self.impl, self.seed)
 
     def generate(
-        self,
-        contexts: list[int],
-        batches: list[int] | None,
-        *,
-        new_tokens: int,
-        repeats: int,
-        fill_prompt: bool = False,
+        self, contexts: list[int], batches: list[int] | None, *, new_tokens: int, repeats: int
     ) -> Iterator[ModelRow]:
         """Times every method at every prompt length and batch, after fp16 and the libraries.
 
-        Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only; with
-        `fill_prompt`, only the first and the last chunk of a prompt are computed, and its times are None.
+        Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only.
+        With `fill_middle`, the prompt's times are None.
         """
         copy_gb_s = None
         if self.model.device.type == "cuda":
             copy_gb_s = copy_bandwidth(self.model.device, 10)
             release_gpu_memory()
         cases: list[MethodCase | Baseline] = [self.cases[0], *self.libraries, *self.cases[1:]]
-        for context in contexts:
-            for batch in [None] if batches is None else batches:
-                baseline: ModelRow | None = None
-                for case in cases:
-                    measure = partial(self._times, case, repeats, fill_prompt, copy_gb_s)
-                    row = self._run_row(measure, case, context, batch, new_tokens)
-                    baseline = baseline or row
-                    yield row.with_ratios(baseline)
+        sizes: Sequence[int | None] = batches or [None]
+        for context, batch in product(contexts, sizes):
+            baseline: ModelRow | None = None
+            for case in cases:
+                empty = replace(self._empty(case, context, batch, new_tokens), copy_gb_s=copy_gb_s)
+                row = run_row(partial(self._times, case, repeats), empty)
+                baseline = baseline or row
+                yield row.with_ratios(baseline)
 
-    def memory(
-        self, contexts: list[int], batches: list[int] | None, *, longest: bool, full_prefill: bool
-    ) -> Iterator[ModelRow]:
+    def memory(self, contexts: list[int], batches: list[int] | None, *, longest: bool) -> Iterator[ModelRow]:
         """Tries what fits into the budget: every method at every context, then, if `longest`, its longest context.
 
-        Without `batches`, the largest batch is searched for; without `full_prefill`, the model computes only the first
-        and the last chunk of a prompt.
+        Without `batches`, the largest batch is searched for.
         """
-        for case in self.cases:
-            measure = partial(self._memory, case, full_prefill)
-            for context in contexts:
-                for batch in [None] if batches is None else batches:
-                    yield self._run_row(measure, case, context, batch, 2)
-            if longest:
-                yield self._run_row(measure, case, None, 1, 2)
+        sizes: Sequence[int | None] = batches or [None]
+        questions: list[tuple[int | None, int | None]] = [*product(contexts, sizes)]
+        if longest:
+            questions.append((None, 1))
+        for case, (context, batch) in product(self.cases, questions):
+            yield run_row(partial(self._memory, case), self._empty(case, context, batch, 2))
 
-    def _run_row(
-        self,
-        measure: Callable[[ModelRow], ModelRow],
-        case: MethodCase | Baseline,
-        context: int | None,
-        batch: int | None,
-        new_tokens: int,
-    ) -> ModelRow:
-        """A measured row; None for the size that is searched for."""
-        empty = ModelRow(
+    def _empty(self, case: MethodCase | Baseline, context: int | None, batch: int | None, new_tokens: int) -> ModelRow:
+        """A row without figures; None is the size that is searched for."""
+        return ModelRow(
             case.name,
             context or 0,
             batch or 0,
@@ -245,29 +231,21 @@ class ModelBench:
             new_tokens=new_tokens,
             weights_bytes=sum(weight.nbytes for weight in self.model.parameters()),
         )
-        row = run_row(measure, empty)
-        release_gpu_memory()
-        return row
 
-    def _times(
-        self, case: MethodCase | Baseline, repeats: int, fill_prompt: bool, copy_gb_s: float | None, row: ModelRow
-    ) -> ModelRow:
+    def _times(self, case: MethodCase | Baseline, repeats: int, row: ModelRow) -> ModelRow:
         """Searches for the batch if the row has none, checks the kernels at this shape, and times runs."""
         if isinstance(case, Baseline):
-            return self._library_times(case, repeats, copy_gb_s, row)
+            return self._library_times(case, repeats, row)
         bounded = self.memory_budget is not None or not row.batch
         if not row.batch:
-            row, _ = self._search(case, row, fill_middle=fill_prompt)
-        if row.status == "ok":
-            tokens = max(_CHECKED_TOKENS, row.context + row.new_tokens)
-            row = row.checked(self.check.agreement(case, tokens, row.batch))
-        if row.status != "ok":
-            return row
+            row, _ = self._search(case, row)
+        tokens = max(_CHECKED_TOKENS, row.context + row.new_tokens)
+        row = row.checked(self.check.agreement(case, tokens, row.batch))
         with (
             memory_limit(self.memory_budget, self.model.device),
             attached(self.model, case, self.impl, self.seed) as session,
         ):
-            run = partial(self._run, session, row.batch, row.context, fill_middle=fill_prompt)
+            run = partial(self._run, session, row.batch, row.context)
             if case.is_baseline:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.model.device.type, 0.0)
                 while time.perf_counter() < end:
@@ -278,39 +256,33 @@ class ModelBench:
                 if bounded:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
-            row = row.with_memory(runs)
             if case.is_baseline and not self.check.spec.other_layers:  # a cache of fixed length has full attention only
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
-        row = row.with_times(runs, filled=fill_prompt)
-        return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
+        return self._timed(row, runs, filled=self.fill_middle)
 
-    def _library_times(self, library: Baseline, repeats: int, copy_gb_s: float | None, row: ModelRow) -> ModelRow:
+    def _library_times(self, library: Baseline, repeats: int, row: ModelRow) -> ModelRow:
         """Checks a library's attention at this shape, and times captured steps with it."""
         model, spec = self.model, self.check.spec
         if spec.other_layers:
             raise UsageError(f"{library.name} replaces attention to the whole context only")
         layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
         row = row.checked(library.check(*layer())[0])
-        if row.status != "ok":
-            return row
         with memory_limit(self.memory_budget, model.device):
             runs = library_runs(model, library, row.batch, row.context, row.new_tokens, repeats, self.backend)
-        row = row.with_memory(runs).with_times(runs, filled=True)
-        return row.with_ceiling(step_weights_bytes(model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
+        return self._timed(row, runs, filled=True)
 
-    def _memory(self, case: MethodCase, full_prefill: bool, row: ModelRow) -> ModelRow:
+    def _timed(self, row: ModelRow, runs: list[ModelRun], *, filled: bool) -> ModelRow:
+        row = row.with_memory(runs).with_times(runs, filled=filled)
+        return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes)
+
+    def _memory(self, case: MethodCase, row: ModelRow) -> ModelRow:
         """Checks the kernels, once per method, and answers the question."""
-        row = row.checked(self.check.agreement(case, _CHECKED_CONTEXT, 1))
-        if row.status != "ok":
-            return row
-        row, run = self._search(case, row, fill_middle=not full_prefill)
-        if run is None:
-            return row
+        row, run = self._search(case, row.checked(self.check.agreement(case, _CHECKED_CONTEXT, 1)))
         fp16_bytes = row.batch * (row.context + 1) * self.check.spec.fp16_bytes_per_token()
         return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
-    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool) -> tuple[ModelRow, ModelRun | None]:
-        """The row with the batch and context that answer its question, and their run; None if nothing fits."""
+    def _search(self, case: MethodCase, row: ModelRow) -> tuple[ModelRow, ModelRun]:
+        """The row with the batch and context that answer its question, and their run; NoFigures: nothing fits."""
         runs: dict[int, ModelRun] = {}
         budget = self.memory_budget or torch.cuda.get_device_properties(self.model.device).total_memory
         with (
@@ -321,7 +293,7 @@ class ModelBench:
             def peak(size: int) -> int | None:
                 """Peak in bytes of a batch, or of a context in units."""
                 batch, context = (size, row.context) if row.context else (1, size * _CONTEXT_UNIT)
-                run = attempt(partial(self._run, session, batch, context, row.new_tokens, fill_middle=fill_middle))
+                run = attempt(partial(self._run, session, batch, context, row.new_tokens))
                 if run is None:
                     return None
                 runs[size] = run
@@ -335,19 +307,11 @@ class ModelBench:
             row = replace(row, batch=size)
         elif row.question == "longest context":
             row = replace(row, context=size * _CONTEXT_UNIT)
-        return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
+        if not size:
+            raise NoFigures(replace(row, status="out of memory"))
+        return row, runs[size]
 
-    def _run(
-        self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool
-    ) -> ModelRun:
+    def _run(self, session: Session | None, batch: int, context: int, new_tokens: int) -> ModelRun:
         ids = random_prompt(self.check.spec, batch, context, self.model.device, self.seed)
-        return run_model(
-            self.model,
-            session,
-            ids,
-            new_tokens,
-            self.prefill_chunk,
-            fill_middle=fill_middle,
-            mode=self.mode,
-            backend=self.backend,
-        )
+        how: dict[str, Any] = {"fill_middle": self.fill_middle, "mode": self.mode, "backend": self.backend}
+        return run_model(self.model, session, ids, new_tokens, self.prefill_chunk, **how)

@@ -142,11 +142,25 @@ class Row:
         return asdict(self)
 
     def checked(self, agreement: Agreement | None) -> Self:
-        """The row with those errors of its kernels that it has fields for, and its status; None: no kernel runs."""
+        """The row with those errors of its kernels that it has fields for; None: no kernel runs.
+
+        Raises:
+            NoFigures: they differ from the reference.
+        """
         if agreement is None:
             return self
         row = replace(self, **{name: error for name, error in vars(agreement).items() if hasattr(self, name)})
-        return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
+        if not agreement.holds:
+            raise NoFigures(replace(row, status="mismatch", note=agreement.describe()))
+        return row
+
+
+class NoFigures(Exception):
+    """Ends a measurement with a row whose status says why it has no figures."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__(row.note)
+        self.row = row
 
 
 class PromptRow(Row):
@@ -161,23 +175,26 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
-    """A measured row: what `measure` makes of the row without figures, or after an error that with status and note."""
+    """A measured row: what `measure` makes of the row without figures, or after an error that with status and note.
+
+    Nothing of it stays in the memory of the GPU.
+    """
     from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
 
-    status: Status
-    note: str | None
     try:
-        return measure(empty)
+        row = measure(empty)
+    except NoFigures as end:
+        row = end.row
     except UsageError as error:
-        status, note = "refused", str(error)
+        row = replace(empty, status="refused", note=str(error))
     except Exception as error:  # a kernel may fail in any way
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = error_text(error)
-        status, note = "failed", f"{type(error).__name__}: {line} ({Path(frame.filename).name}:{frame.lineno})"
+        note = f"{type(error).__name__}: {error_text(error)} ({Path(frame.filename).name}:{frame.lineno})"
+        row = replace(empty, status="failed", note=note)
         if is_out_of_memory(error):
-            status, note = "out of memory", None
+            row = replace(empty, status="out of memory")
     release_gpu_memory()  # outside the handler: there the error still holds the failed run's tensors
-    return replace(empty, status=status, note=note)
+    return row
 
 
 @dataclass(frozen=True)

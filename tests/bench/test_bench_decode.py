@@ -107,7 +107,8 @@ def test_rates_are_of_steady_steps_and_totals_of_all() -> None:
     assert filled.prefill_ms is filled.ttft_ms is filled.total_tokens_per_s is None
     assert filled.with_ratios(filled).rate_ratio == 1
     assert filled.with_ratios(filled).prefill_ratio is None
-    bounded = timed.with_ceiling(2 * 10**9, 1000.0)  # what a step reads, at the rate of a copy
+    assert timed.with_ceiling(2 * 10**9) == timed
+    bounded = replace(timed, copy_gb_s=1000.0).with_ceiling(2 * 10**9)  # what a step reads, at the rate of a copy
     assert (bounded.read_bytes, bounded.copy_gb_s) == (2 * 10**9, 1000.0)
     assert bounded.ceiling_tokens_per_s == pytest.approx(1500.0)
     assert bounded.ceiling_share == pytest.approx(24 / 1500)
@@ -211,8 +212,8 @@ def test_rows_on_a_gpu(mode: Any) -> None:
     model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
     settings = {"group_size": 32, "residual_length": 32}
     cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
-    bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, mode=mode)
-    rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2, fill_prompt=True))
+    bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, fill_middle=True, mode=mode)
+    rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2))
     assert [(row.status, row.note) for row in rows] == [("ok", None)] * 3
     assert [row.decode for row in rows] == [FIXED_LENGTH, *[mode or "graphs"] * 2]
     assert (rows[0].steady_tokens, rows[1].steady_tokens) == (128, 64)

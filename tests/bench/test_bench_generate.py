@@ -14,6 +14,7 @@ from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.bench import budget as budget_module
 from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
@@ -153,7 +154,8 @@ def test_fp16_begins_on_a_warm_device_and_runs_with_warm_memory_unless_it_is_lim
         return make_run(1.0, 1.0)
 
     monkeypatch.setattr(model_bench, "run_model", run)
-    monkeypatch.setattr(model_bench, "release_gpu_memory", lambda: events.append("free"))
+    for module in (budget_module, model_bench):
+        monkeypatch.setattr(module, "release_gpu_memory", lambda: events.append("free"))
     monkeypatch.setitem(model_bench._WARM_SECONDS, "cpu", 0.01)
     generate(model, "kivi-2", memory_budget=budget)
     prompts = events.count("0")

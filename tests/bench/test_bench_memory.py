@@ -31,11 +31,12 @@ def memory(
     batches: Any = None,
     budget: int = 2**20,
     chunk: int = 64,
-    **search: bool,
+    longest: bool = False,
+    full_prefill: bool = False,
 ) -> list[ModelRow]:
     """Rows of fp16 and some methods."""
-    bench = bench_of(model, *names, memory_budget=budget, prefill_chunk=chunk)
-    return list(bench.memory([context], batches, **{"longest": False, "full_prefill": False, **search}))
+    bench = bench_of(model, *names, memory_budget=budget, prefill_chunk=chunk, fill_middle=not full_prefill)
+    return list(bench.memory([context], batches, longest=longest))
 
 
 @pytest.fixture
