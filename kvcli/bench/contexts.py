@@ -7,9 +7,10 @@ methods. Files are read soon after they were written, from the system's page cac
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,13 +119,11 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
             path = Path(folder) / "context.safetensors"
             return timed(session, path, ids, options, replace(row, impl=session.backend.impl))
 
-    def rows() -> Iterator[ContextRow]:
-        for context in contexts:
-            for case in cases:
-                yield run_row(partial(measure, case), ContextRow(case.name, context, 1, check.impl(case)))
-
-    shared = {**shared, "prefill_chunk": options.prefill_chunk}
-    return BenchRows(rows(), len(contexts) * len(cases), shared)
+    rows = (
+        run_row(partial(measure, case), ContextRow(case.name, context, 1, check.impl(case)))
+        for context, case in product(contexts, cases)
+    )
+    return BenchRows(rows, len(contexts) * len(cases), {**shared, "prefill_chunk": options.prefill_chunk})
 
 
 def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, row: ContextRow) -> ContextRow:

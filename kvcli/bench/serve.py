@@ -181,8 +181,8 @@ def _transformers(folder: str, model: Any) -> Iterator[int]:
     dtype = str(model.dtype).removeprefix("torch.")
     words = ["serve", folder, "--port", str(port), "--device", str(model.device.type), "--dtype", dtype]
     code = "from transformers.cli.transformers import main; main()"
-    done = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done)
+    null = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=null, stderr=null)
     try:
         until = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < until:
@@ -248,25 +248,20 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
     ids = torch.tensor([prompt])
     prefix = prefixes.read(ids, "", False, lambda tokens: None)
     prefixes.close()
-    firsts, speeds = list[float](), list[float]()
+    firsts, speeds, times = list[float](), list[float](), list[float]()
     for _ in range(4):  # the first one is not counted
-        times = [time.perf_counter()]
+        times[:] = [time.perf_counter()]
         session.generate(
             ids.to(session.model.device),
             max_new_tokens=new_tokens,
             past_key_values=prefix.cache,
             eos_token_id=[],
-            on_tokens=partial(_note_time, times),
+            on_tokens=lambda tokens: times.append(time.perf_counter()),
         )
         prefix.cache.crop(prefix.flushed - prefix.cache.get_seq_length())
         firsts.append(times[1] - times[0])
         speeds.append(new_tokens / (times[-1] - times[0]))
-    medians = (statistics.median(firsts[1:]), statistics.median(speeds[1:]))
-    return dict(zip(("direct_first_s", "direct_tokens_per_s"), medians, strict=True))
-
-
-def _note_time(times: list[float], tokens: Any) -> None:
-    times.append(time.perf_counter())
+    return {"direct_first_s": statistics.median(firsts[1:]), "direct_tokens_per_s": statistics.median(speeds[1:])}
 
 
 def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcli.errors import UsageError
 from kvcli.eval.records import from_plain
-from kvcli.report.tables import MEASURED, UNFIT, Row, machine, named, read
+from kvcli.report.tables import MEASURED, UNFIT, Row, machine, median_of, named, read
 from kvcli.storage.manifest import flattened
 
 _OF_THE_COMMAND = {"method", "artifact", "out", "baseline", "compare_with", "device", "model"}
@@ -80,7 +80,7 @@ def _figures(a: Row, b: Row) -> list[dict[str, Any]]:
         return [
             {"name": f"{what}, {unit}", "A": x / scale, "B": y / scale, "B / A": y / x}
             for field, what, unit, scale in MEASURED.get(a["suite"], ())
-            if (x := _median(a.get(field))) and (y := _median(b.get(field)))
+            if (x := median_of(a, field)) and (y := median_of(b, field))
         ]
     paired = _paired(a, b)
     return [
@@ -99,11 +99,6 @@ def _paired(a: Row, b: Row) -> dict[str, dict[str, Any]]:
     former, record = from_plain(a), from_plain(b)
     found = {name: x.difference for name, x in metrics_of(record.units, former).items()}
     return {name: {"low": x.low, "high": x.high, "real": x.real} for name, x in found.items() if x is not None}
-
-
-def _median(value: Any) -> float | None:
-    value = value[1] if isinstance(value, (list, tuple)) else value
-    return None if value is None else float(value)
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from kvcli.bench.suite import row_name
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE, EVAL_SUITES
-from kvcli.report.tables import MEASURED, UNFIT, Row, Section, answers, named, tokens, without_sinks
+from kvcli.report.tables import MEASURED, UNFIT, Row, Section, answers, median_of, named, tokens, without_sinks
 from kvcli.suite import Records
 
 NARROW, WIDE = 340, 760
@@ -192,8 +192,7 @@ def times(rows: Records) -> list[Chart]:
     for field, what, unit, scale in MEASURED.get(rows[0]["suite"], ()):
         groups: dict[str, dict[str, float]] = {}
         for row in sorted(rows, key=lambda row: int(row["context"])):
-            value = row.get(field)
-            value = value[1] if isinstance(value, (list, tuple)) else value
+            value = median_of(row, field)
             if value is not None and row.get("status") == "ok":
                 batch = f"{row['batch']} x " if row["batch"] > 1 else ""
                 dtype = f", {row['dtype']}" if len({x.get("dtype") for x in rows}) > 1 else ""
