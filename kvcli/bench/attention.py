@@ -6,7 +6,7 @@ Kernels that differ from the reference on the same codes are not timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -61,46 +61,30 @@ class AttentionOptions(BenchOptions):
             raise UsageError("--batches auto goes with suite generate or memory")
 
 
-@dataclass(frozen=True)
-class AttentionRow(Row):
-    """A row of `Row`'s fields, these and those of `kvcli.bench.timing.Timing`; `fp16` is SDPA.
+FIGURES = {
+    "page_size": "tokens of a page of codes; None for codes in rows",
+    "encoded": "tokens per sequence that are codes, complete groups; all for `fp16`, which is SDPA, and `--baseline`",
+    "sdpa_us": "median of SDPA on the same shape",
+    "speedup": "that over this one's",
+    "stored_bytes": "of keys and values of this layer",
+    "true_bits": "those per value",
+    "stored_gb_s": "stored bytes over the median",
+    **dict.fromkeys(("p20_us", "p50_us", "p80_us", "eager_us", "how", "repeats"), "as in `kvcli.bench.timing.Timing`"),
+}
 
-    Attributes:
-        page_size: tokens of a page of codes; None for codes in rows.
-        encoded: tokens per sequence that are codes, complete groups; all for `fp16` and `--baseline`.
-        sdpa_us, speedup: median of SDPA on the same shape, and that over this one's.
-        stored_bytes, true_bits: of keys and values of this layer, and bits per value.
-        stored_gb_s: stored bytes over the median.
-        copy_gb_s: a device copy, bytes read plus bytes written.
-    """
 
-    page_size: int | None = None
-    lse_error: float | None = None
-    encoded: int | None = None
-    sdpa_us: float | None = None
-    speedup: float | None = None
-    stored_bytes: int | None = None
-    true_bits: float | None = None
-    stored_gb_s: float | None = None
-    copy_gb_s: float | None = None
-    p20_us: float | None = None
-    p50_us: float | None = None
-    p80_us: float | None = None
-    eager_us: float | None = None
-    how: str | None = None
-    repeats: int | None = None
-
-    def timed(self, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> AttentionRow:
-        """The row with its times and the figures that follow from them."""
-        return replace(
-            self,
-            encoded=tokens,
-            speedup=None if self.sdpa_us is None else self.sdpa_us / timing.p50_us,
-            stored_bytes=stored_bytes,
-            true_bits=8 * stored_bytes / (self.batch * tokens * 2 * kv_dim),
-            stored_gb_s=stored_bytes / timing.p50_us / 1e3,
-            **vars(timing),
-        )
+def timed(row: Row, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> Row:
+    """The row with its times and the figures that follow from them; without `sdpa_us`, it is SDPA's own."""
+    times, sdpa_us = vars(timing), row.figures.get("sdpa_us", timing.p50_us)
+    return replace(row, note=timing.note).plus(
+        encoded=tokens,
+        sdpa_us=sdpa_us,
+        speedup=None if sdpa_us is None else sdpa_us / timing.p50_us,
+        stored_bytes=stored_bytes,
+        true_bits=8 * stored_bytes / (row.batch * tokens * 2 * kv_dim),
+        stored_gb_s=stored_bytes / timing.p50_us / 1e3,
+        **{name: times[name] for name in FIGURES.keys() & times.keys()},
+    )
 
 
 def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
@@ -131,20 +115,19 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     encoded = partial(encoded_layer, layer_idx=layer_idx, device=device, dtype=dtype, seed=options.seed)
     libraries = load_baselines(options.baseline)
 
-    def measure_sdpa(row: AttentionRow) -> AttentionRow:
+    def measure_sdpa(row: Row) -> Row:
         query, key, value = uncompressed(row.batch, row.context)
         attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
-        timing = time_call(attend, device, options.repeats)
-        return replace(row, sdpa_us=timing.p50_us).timed(timing, key.nbytes + value.nbytes, row.context, spec.kv_dim)
+        return timed(row, time_call(attend, device, options.repeats), 2 * key.nbytes, row.context, spec.kv_dim)
 
-    def measure_library(library: Baseline, row: AttentionRow) -> AttentionRow:
+    def measure_library(library: Baseline, row: Row) -> Row:
         agreement, attend = library.check(*uncompressed(row.batch, row.context))
-        row, stored_bytes = row.checked(agreement), sum(x.nbytes for x in attend.args[1:])
-        return row.timed(time_call(attend, device, options.repeats), stored_bytes, row.context, spec.kv_dim)
+        row, stored_bytes = row.checked(agreement), 2 * attend.args[1].nbytes
+        return timed(row, time_call(attend, device, options.repeats), stored_bytes, row.context, spec.kv_dim)
 
-    def measure_method(case: MethodCase, row: AttentionRow) -> AttentionRow:
+    def measure_method(case: MethodCase, row: Row) -> Row:
         """Checks a method's kernels, and times them if they are right."""
-        layer = encoded(case, spec, rope, context=row.context, batch=row.batch).in_pages(row.page_size)
+        layer = encoded(case, spec, rope, context=row.context, batch=row.batch).in_pages(row.figures["page_size"])
         backend = choose_backend(case.method, [layer.codec], options.impl, device)
         layer.codec.use_kernels(backend.impl == "fused")
         graph = backend.attend_codes is not reference_attend
@@ -153,21 +136,22 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
             row = row.checked(compare_attention(layer, backend.attend_codes) if graph else None)
             attend = partial(layer.attend, backend.attend_codes, layer.encoded_tokens())
             timing = time_call(attend, device, options.repeats, graph=graph)
-        return row.timed(timing, layer.stored_bytes, layer.num_tokens, spec.kv_dim)
+        return timed(row, timing, layer.stored_bytes, layer.num_tokens, spec.kv_dim)
 
-    def rows() -> Iterator[AttentionRow]:
-        copy_gb_s = copy_bandwidth(device, min(options.repeats, 10))
+    def rows() -> Iterator[Row]:
         for batch, context in product(batches, contexts):
-            empty = partial(AttentionRow, context=context, batch=batch, copy_gb_s=copy_gb_s)
-            yield (sdpa := run_row(measure_sdpa, empty(BASELINE, impl="sdpa")))
-            empty = partial(empty, sdpa_us=sdpa.sdpa_us)
+            yield (sdpa := run_row(measure_sdpa, Row(BASELINE, context, batch, "sdpa")))
+            figures = {"sdpa_us": sdpa.figures.get("sdpa_us")}
             for library in libraries:
-                yield run_row(partial(measure_library, library), empty(library.name, impl=library.name))
+                row = Row(library.name, context, batch, library.name, figures=figures)
+                yield run_row(partial(measure_library, library), row)
             for case, pages in product(cases, [None, *options.page_size]):
-                yield run_row(partial(measure_method, case), empty(case.name, impl=impls[case.name], page_size=pages))
+                row = Row(case.name, context, batch, impls[case.name], figures={**figures, "page_size": pages})
+                yield run_row(partial(measure_method, case), row)
 
     total = len(contexts) * len(batches) * (1 + len(libraries) + len(cases) * (1 + len(options.page_size)))
-    return BenchRows(rows(), total, {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"})
+    shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
+    return BenchRows(rows(), total, {**shared, "copy_gb_s": copy_bandwidth(device, min(options.repeats, 10))})
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:
@@ -201,5 +185,6 @@ SUITE = BenchSuite(
     example=f"kvcli bench --shape smollm2-135m --method {DEFAULT_METHOD}-1 --contexts 256 --repeats 5",
     saves_memory="lower --contexts or --batches",
     prepare=prepare,
+    figures=FIGURES,
     tabulate=table,
 )

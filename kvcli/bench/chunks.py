@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, Column, PromptRow, WholeModelOptions, bench_table, run_row
+from kvcli.bench.suite import BenchRows, BenchSuite, Column, Row, WholeModelOptions, bench_table, run_row
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, UNFITTED_METHOD
 from kvcli.suite import Records
@@ -34,25 +34,6 @@ class ChunksOptions(WholeModelOptions):
     batch_size: int = Field(default=4, ge=1, description="sequences")
     chunk: int = Field(default=32, ge=1, description="tokens of each sequence per pass")
     passes: int = Field(default=32, ge=4, description=f"passes whose median is taken, after {_WARM} others")
-
-
-@dataclass(frozen=True)
-class ChunksRow(PromptRow):
-    """A row of `Row`'s fields and these, medians in milliseconds.
-
-    Attributes:
-        chunk: tokens of each sequence per pass.
-        ms: `Session.chunks`, whose passes are CUDA graphs on a GPU.
-        pass_ms: ordinary forward passes with the method attached.
-        stock_ms: those of the model as it is with DynamicCache, measured just before.
-        mode: how `ms` was made.
-    """
-
-    chunk: int = 0
-    ms: float | None = None
-    pass_ms: float | None = None
-    stock_ms: float | None = None
-    mode: Literal["passes", "steps", "graphs"] | None = None
 
 
 def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
@@ -83,7 +64,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
         return 1e3 * statistics.median(stop - start for start, stop in pairwise(times[_WARM:]))
 
     @torch.inference_mode()
-    def measure(case: MethodCase, row: ChunksRow) -> ChunksRow:
+    def measure(case: MethodCase, row: Row) -> Row:
         stock = DynamicCache(config=model.config)
         stock_ms = median_ms(stock, partial(read, stock))
         with open_session(model, case, options.impl, options.seed) as session:
@@ -94,11 +75,11 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
             with closing(session.chunks(cache, options.chunk, total - options.prompt_tokens)) as read_chunk:
                 ms = median_ms(cache, read_chunk)
                 mode, impl = read_chunk.mode, session.backend.impl
-        return replace(row, ms=ms, pass_ms=pass_ms, stock_ms=stock_ms, mode=mode, impl=impl)
+        return replace(row, impl=impl).plus(ms=ms, pass_ms=pass_ms, stock_ms=stock_ms, mode=mode)
 
-    empty = partial(ChunksRow, context=options.prompt_tokens, batch=options.batch_size, impl="-", chunk=options.chunk)
+    empty = partial(Row, context=options.prompt_tokens, batch=options.batch_size, impl="-")
     rows = (run_row(partial(measure, case), empty(case.name)) for case in cases)
-    return BenchRows(rows, len(cases), shared)
+    return BenchRows(rows, len(cases), {**shared, "chunk": options.chunk})
 
 
 def tabulate(records: Records, options: ChunksOptions) -> DataTable:
@@ -126,5 +107,11 @@ SUITE = BenchSuite(
     example=f"kvcli bench chunks --random-weights smollm2-135m --method {UNFITTED_METHOD}",
     saves_memory="lower --prompt-tokens or --batch-size",
     prepare=prepare,
+    figures={
+        "ms": "median of a pass of `Session.chunks`, which are CUDA graphs on a GPU",
+        "pass_ms": "of ordinary forward passes with the method attached",
+        "stock_ms": "of the model as it is with DynamicCache, measured just before",
+        "mode": "how passes of `ms` were made: passes, steps or graphs",
+    },
     tabulate=tabulate,
 )

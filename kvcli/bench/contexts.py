@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvcli.bench.suite import (
     Column,
     Lengths,
     NoFigures,
-    PromptRow,
+    Row,
     WholeModelOptions,
     bench_table,
     run_row,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvcli.cache.compressed import CompressedCache
 
 Times = tuple[float, float, float]
-"""20th, 50th and 80th percentile."""
+"""20th, 50th and 80th percentile; `fp16` is kvcli's cache, too."""
 
 _CHECKED_TOKENS = 256
 """Fewest tokens on which kernels are checked: a short context may have no codes."""
@@ -64,33 +64,6 @@ class ContextsOptions(WholeModelOptions):
     )
 
 
-@dataclass(frozen=True)
-class ContextRow(PromptRow):
-    """A row of `Row`'s fields and these; the batch is always 1, and `fp16` is kvcli's cache, too.
-
-    Attributes:
-        logits_error: |logits - those of the cache that was saved| / |those| after loading.
-        file_bytes, file_bits: of the file with positions, token ids and metadata; bits per key or value.
-        file_ratio: bytes of keys and values in 16 bits over `file_bytes`.
-        prefill_token_ms: from an empty cache to the first token after the context and one more token.
-        write_ms: `save`: copies to the host, checksums, the file, and until it is on the disk.
-        load_ms: `load_cache`: until a new cache on the device holds the context, checksums verified.
-        load_token_ms: the same and the pass over one more token.
-        speedup: median of `prefill_token_ms` over that of `load_token_ms`.
-    """
-
-    logits_error: float | None = None
-    file_bytes: int | None = None
-    file_bits: float | None = None
-    file_ratio: float | None = None
-    prefill_token_ms: Times | None = None
-    write_ms: Times | None = None
-    load_ms: Times | None = None
-    load_token_ms: Times | None = None
-    speedup: float | None = None
-    repeats: int | None = None
-
-
 def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods."""
     import torch
@@ -108,7 +81,7 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     check_storable(shared["model"], probe(model).spec)
     check = KernelCheck(model, cases, options.impl, options.seed)
 
-    def measure(case: MethodCase, row: ContextRow) -> ContextRow:
+    def measure(case: MethodCase, row: Row) -> Row:
         row = row.checked(check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
         ids = random_prompt(check.spec, 1, row.context + 1, model.device, options.seed)
         with (
@@ -120,13 +93,13 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
             return timed(session, path, ids, options, replace(row, impl=session.backend.impl))
 
     rows = (
-        run_row(partial(measure, case), ContextRow(case.name, context, 1, check.impl(case)))
+        run_row(partial(measure, case), Row(case.name, context, 1, check.impl(case)))
         for context, case in product(contexts, cases)
     )
     return BenchRows(rows, len(contexts) * len(cases), {**shared, "prefill_chunk": options.prefill_chunk})
 
 
-def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, row: ContextRow) -> ContextRow:
+def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, row: Row) -> Row:
     """Writes the cache of all but the last token of `ids` [1, time] to a file, then reads the prompt and the file."""
     import torch
 
@@ -160,15 +133,14 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
     expected = prefill_logits(model, cache, last, None).float()
     del cache
     error = float((prefill_logits(model, session.load_cache(path), last, None) - expected).norm() / expected.norm())
-    row = replace(row, logits_error=error)
+    row = row.plus(logits_error=error)
     if not error <= (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_16):
         note = f"logits after loading differ by {error:.1e} from those of the cache that was saved"
         raise NoFigures(replace(row, status="mismatch", note=note))
     (prefill_ms,) = percentiles_ms(read_prompt, options.repeats)
     load_ms, load_token_ms = percentiles_ms(load, options.repeats)
     file_bytes, fp16_bytes = path.stat().st_size, row.context * session.spec.fp16_bytes_per_token()
-    return replace(
-        row,
+    return row.plus(
         file_bytes=file_bytes,
         file_bits=16 * file_bytes / fp16_bytes,
         file_ratio=fp16_bytes / file_bytes,
@@ -236,6 +208,18 @@ SUITE = BenchSuite(
     example=f"kvcli bench contexts --method {UNFITTED_METHOD} --prompt-tokens 2048",
     saves_memory="lower --prompt-tokens or --prefill-chunk",
     prepare=prepare,
+    figures={
+        "logits_error": "|logits - those of the cache that was saved| / |those| after loading",
+        "file_bytes": "of the file with positions, token ids and metadata",
+        "file_bits": "those per key or value",
+        "file_ratio": "bytes of keys and values in 16 bits over `file_bytes`",
+        "prefill_token_ms": "from an empty cache to the first token after the context and one more token",
+        "write_ms": "`save`: copies to the host, checksums, the file, and until it is on the disk",
+        "load_ms": "`load_cache`: until a new cache on the device holds the context, checksums verified",
+        "load_token_ms": "the same and the pass over one more token",
+        "speedup": "median of `prefill_token_ms` over that of `load_token_ms`",
+        "repeats": "runs timed",
+    },
     tabulate=table,
     summarize=lambda records: {"faster_from": break_even(records)},
 )

@@ -31,6 +31,32 @@ PREFILL = {True: "computed", False: "ends computed, middle filled"}
 """How prompts were read, by whether all of a prompt was computed."""
 
 
+FIGURES = {
+    "question": "whether batch and context were options, or which of them was searched for: 0 if nothing fits",
+    "new_tokens": "tokens after the prompt",
+    "weights_bytes": "of the model",
+    **dict.fromkeys(("cache_bytes", "other_bytes"), "as in `kvcli.bench.model.ModelRun`"),
+    **dict.fromkeys(("peak_bytes", "reserved_bytes"), "the same, the most of all runs; None on a CPU"),
+    "prefill_ms": "20th, 50th and 80th percentile of the time of the prompt, encoding included",
+    "ttft_ms": "median time to the first token",
+    "decode": "how the tokens after the first were generated: graphs, steps or passes; fp16: eager or graph of one "
+    "length; libraries: the latter",
+    "steady_tokens": "tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included",
+    "tokens_per_s": "percentiles of the rate of steady steps, all sequences together; None without a second token",
+    "total_tokens_per_s": "median of all new tokens over the whole time, prefill and captures included",
+    "repeats": "runs timed",
+    "read_bytes": "weights that a decode step reads, and keys and values at the end; None on a CPU",
+    "copy_gb_s": "of a device copy, bytes read plus bytes written; None on a CPU",
+    "ceiling_tokens_per_s": "rate of steps that take as long as `read_bytes` at `copy_gb_s`",
+    "ceiling_share": "median of `tokens_per_s` over `ceiling_tokens_per_s`",
+    "rate_ratio": "`tokens_per_s` over that of `fp16`, which is the model without kvcli",
+    "total_ratio": "`total_tokens_per_s` over fp16's",
+    "prefill_ratio": "prefill time per sequence over fp16's",
+    "cache_ratio": "bytes of fp16's cache per sequence over this one's",
+}
+"""Of both suites; those of time are None in the suite `memory`."""
+
+
 class GenerateBenchOptions(WholeModelOptions):
     """Options of `kvcli bench generate`."""
 
@@ -230,6 +256,7 @@ SUITE = BenchSuite(
     example=f"kvcli bench generate --method {UNFITTED_METHOD} --prompt-tokens 1024",
     saves_memory="lower --prompt-tokens, --batches or --prefill-chunk",
     prepare=prepare_generate,
+    figures=FIGURES,
     tabulate=generate_table,
 )
 
@@ -240,5 +267,6 @@ MEMORY = BenchSuite(
     example=f"kvcli bench memory --memory-budget 24GiB --method {UNFITTED_METHOD}",
     saves_memory="lower --contexts, --batches or --prefill-chunk",
     prepare=prepare_memory,
+    figures=FIGURES,
     tabulate=memory_table,
 )

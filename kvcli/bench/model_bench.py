@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_g
 from kvcli.bench.fixed_length import library_runs, with_fixed_length
 from kvcli.bench.layer import KernelCheck, MethodCase, uncompressed_layer
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
-from kvcli.bench.suite import NoFigures, PromptRow, run_row
+from kvcli.bench.suite import NoFigures, Row, median_of, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 from kvcli.errors import UsageError
 
@@ -42,117 +42,60 @@ _CONTEXT_UNIT = 4096
 """Contexts are searched in multiples of this."""
 
 
-@dataclass(frozen=True)
-class ModelRow(PromptRow):
-    """A row of `Row`'s fields and these; figures of time are None in the suite `memory`.
+def memory_figures(runs: Sequence[ModelRun]) -> dict[str, Any]:
+    """The memory of runs."""
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    reserved = [run.reserved_bytes for run in runs if run.reserved_bytes is not None]
+    return {
+        "cache_bytes": runs[-1].cache_bytes,
+        "other_bytes": runs[-1].other_bytes,
+        "peak_bytes": max(peaks, default=None),
+        "reserved_bytes": max(reserved, default=None),
+    }
 
-    `fp16` is the model without kvcli. The context is that of the prompt. A context or batch that was searched for is 0
-    if not even the smallest one fits.
 
-    Errors are those of `kvcli.bench.layer.Agreement`, bytes those of `kvcli.bench.model.ModelRun`.
+def time_figures(runs: Sequence[ModelRun], batch: int, new_tokens: int, *, filled: bool = False) -> dict[str, Any]:
+    """The times of runs; only those of decoding if the prompt was `filled` with random tokens."""
+    # of the steady steps; without them, of all tokens after the first
+    steps = [run.steady or (new_tokens - 1, run.decode_s) for run in runs]
+    figures: dict[str, Any] = {"repeats": len(runs), "steady_tokens": runs[-1].steady and runs[-1].steady[0]}
+    if new_tokens > 1:
+        figures["decode"] = runs[-1].how
+        figures["tokens_per_s"] = percentiles([batch * count / seconds for count, seconds in steps])
+    if not filled:
+        figures["prefill_ms"] = percentiles([1e3 * run.prefill_s for run in runs])
+        figures["ttft_ms"] = percentiles([1e3 * run.ttft_s for run in runs])[1]
+        if new_tokens:
+            totals = [batch * new_tokens / (run.ttft_s + run.decode_s) for run in runs]
+            figures["total_tokens_per_s"] = percentiles(totals)[1]
+    return figures
 
-    Attributes:
-        question: whether batch and context were options, or which of them was searched for.
-        prefill_ms: 20th, 50th and 80th percentile of the time of the prompt, encoding included.
-        ttft_ms: median time to the first token.
-        decode: how the tokens after the first were generated: graphs, steps or passes; fp16: eager or graph of one
-            length; libraries: the latter.
-        steady_tokens: tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included.
-        tokens_per_s: percentiles of the rate of steady steps, all sequences together; None without a second token.
-        total_tokens_per_s: median of all new tokens over the whole time, prefill and captures included.
-        read_bytes: weights that a decode step reads, and the bytes of keys and values at the end; None on a CPU.
-        copy_gb_s: a device copy, bytes read plus bytes written; None on a CPU.
-        ceiling_tokens_per_s: rate of steps that take as long as `read_bytes` at `copy_gb_s`.
-        ceiling_share: median of `tokens_per_s` over `ceiling_tokens_per_s`.
-        rate_ratio: `tokens_per_s` over fp16's.
-        total_ratio: `total_tokens_per_s` over fp16's.
-        prefill_ratio: prefill time per sequence over fp16's.
-        cache_ratio: bytes of fp16's cache per sequence over this one's.
-    """
 
-    question: Literal["given", "largest batch", "longest context"] = field(kw_only=True)
-    new_tokens: int = field(kw_only=True)
-    lse_error: float | None = None
-    encoding_gap: float | None = None
-    weights_bytes: int | None = None
-    cache_bytes: int | None = None
-    other_bytes: int | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    prefill_ms: tuple[float, float, float] | None = None
-    ttft_ms: float | None = None
-    decode: str | None = None
-    steady_tokens: int | None = None
-    tokens_per_s: tuple[float, float, float] | None = None
-    total_tokens_per_s: float | None = None
-    repeats: int | None = None
-    read_bytes: int | None = None
-    copy_gb_s: float | None = None
-    ceiling_tokens_per_s: float | None = None
-    ceiling_share: float | None = None
-    rate_ratio: float | None = None
-    total_ratio: float | None = None
-    prefill_ratio: float | None = None
-    cache_ratio: float | None = None
+def with_ceiling(row: Row, read_bytes: int, copy_gb_s: float) -> Row:
+    """The row compared with the rate at which memory could be read."""
+    ceiling, rate = row.batch * copy_gb_s * 1e9 / read_bytes, median_of(row.figures, "tokens_per_s")
+    return row.plus(
+        read_bytes=read_bytes,
+        copy_gb_s=copy_gb_s,
+        ceiling_tokens_per_s=ceiling,
+        ceiling_share=None if rate is None else rate / ceiling,
+    )
 
-    def with_memory(self, runs: list[ModelRun]) -> ModelRow:
-        """The row with the memory of its runs."""
-        return replace(
-            self,
-            cache_bytes=runs[-1].cache_bytes,
-            other_bytes=runs[-1].other_bytes,
-            peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
-            reserved_bytes=max((run.reserved_bytes for run in runs if run.reserved_bytes is not None), default=None),
-        )
 
-    def with_times(self, runs: list[ModelRun], *, filled: bool = False) -> ModelRow:
-        """The row with the times of its runs; only those of decoding if the prompt was `filled` with random tokens."""
-        batch, new = self.batch, self.new_tokens
-        # of the steady steps; without them, of all tokens after the first
-        steps = [run.steady or (new - 1, run.decode_s) for run in runs]
-        row = replace(
-            self,
-            note=next((run.note for run in runs if run.note), self.note),
-            decode=runs[-1].how if new > 1 else None,
-            steady_tokens=runs[-1].steady and runs[-1].steady[0],
-            tokens_per_s=percentiles([batch * count / seconds for count, seconds in steps]) if new > 1 else None,
-            repeats=len(runs),
-        )
-        if filled:
-            return row
-        totals = [batch * new / (run.ttft_s + run.decode_s) for run in runs]
-        return replace(
-            row,
-            prefill_ms=percentiles([1e3 * run.prefill_s for run in runs]),
-            ttft_ms=percentiles([1e3 * run.ttft_s for run in runs])[1],
-            total_tokens_per_s=percentiles(totals)[1] if new else None,
-        )
+def with_ratios(row: Row, baseline: Row) -> Row:
+    """The row compared with fp16's, per sequence where batches differ; one that was not measured as it is."""
 
-    def with_ceiling(self, read_bytes: int) -> ModelRow:
-        """The row compared with the rate at which memory could be read, if that is known."""
-        if self.copy_gb_s is None:
-            return self
-        ceiling = self.batch * self.copy_gb_s * 1e9 / read_bytes
-        return replace(
-            self,
-            read_bytes=read_bytes,
-            ceiling_tokens_per_s=ceiling,
-            ceiling_share=self.tokens_per_s[1] / ceiling if self.tokens_per_s else None,
-        )
+    def ratio(name: str) -> float | None:
+        own, fp16 = median_of(row.figures, name), median_of(baseline.figures, name)
+        return own / fp16 if own and fp16 else None
 
-    def with_ratios(self, baseline: ModelRow) -> ModelRow:
-        """The row compared with fp16's, per sequence where batches differ."""
-        if not (self.repeats and self.cache_bytes and baseline.repeats and baseline.cache_bytes):
-            return self
-        scale = baseline.batch / self.batch
-        rates, totals, prefill = self.tokens_per_s, self.total_tokens_per_s, self.prefill_ms
-        return replace(
-            self,
-            rate_ratio=rates[1] / baseline.tokens_per_s[1] if rates and baseline.tokens_per_s else None,
-            total_ratio=totals / baseline.total_tokens_per_s if totals and baseline.total_tokens_per_s else None,
-            prefill_ratio=prefill[1] / baseline.prefill_ms[1] * scale if prefill and baseline.prefill_ms else None,
-            cache_ratio=baseline.cache_bytes / self.cache_bytes / scale,
-        )
+    cache, prefill, scale = ratio("cache_bytes"), ratio("prefill_ms"), baseline.batch / max(1, row.batch)
+    return row.plus(
+        rate_ratio=ratio("tokens_per_s"),
+        total_ratio=ratio("total_tokens_per_s"),
+        prefill_ratio=prefill and prefill * scale,
+        cache_ratio=cache and 1 / (cache * scale),
+    )
 
 
 @dataclass(frozen=True)
@@ -188,7 +131,7 @@ class ModelBench:
 
     def generate(
         self, contexts: list[int], batches: list[int] | None, *, new_tokens: int, repeats: int
-    ) -> Iterator[ModelRow]:
+    ) -> Iterator[Row]:
         """Times every method at every prompt length and batch, after fp16 and the libraries.
 
         Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only.
@@ -201,14 +144,14 @@ class ModelBench:
         cases: list[MethodCase | Baseline] = [self.cases[0], *self.libraries, *self.cases[1:]]
         sizes: Sequence[int | None] = batches or [None]
         for context, batch in product(contexts, sizes):
-            baseline: ModelRow | None = None
+            baseline: Row | None = None
             for case in cases:
-                empty = replace(self._empty(case, context, batch, new_tokens), copy_gb_s=copy_gb_s)
-                row = run_row(partial(self._times, case, repeats), empty)
+                measure = partial(self._times, case, new_tokens, repeats, copy_gb_s)
+                row = run_row(measure, self._empty(case, context, batch, new_tokens))
                 baseline = baseline or row
-                yield row.with_ratios(baseline)
+                yield with_ratios(row, baseline)
 
-    def memory(self, contexts: list[int], batches: list[int] | None, *, longest: bool) -> Iterator[ModelRow]:
+    def memory(self, contexts: list[int], batches: list[int] | None, *, longest: bool) -> Iterator[Row]:
         """Tries what fits into the budget: every method at every context, then, if `longest`, its longest context.
 
         Without `batches`, the largest batch is searched for.
@@ -220,26 +163,35 @@ class ModelBench:
         for case, (context, batch) in product(self.cases, questions):
             yield run_row(partial(self._memory, case), self._empty(case, context, batch, 2))
 
-    def _empty(self, case: MethodCase | Baseline, context: int | None, batch: int | None, new_tokens: int) -> ModelRow:
+    def _empty(self, case: MethodCase | Baseline, context: int | None, batch: int | None, new_tokens: int) -> Row:
         """A row without figures; None is the size that is searched for."""
-        return ModelRow(
-            case.name,
-            context or 0,
-            batch or 0,
-            case.name if isinstance(case, Baseline) else self.check.impl(case),
-            question="longest context" if context is None else "largest batch" if batch is None else "given",
-            new_tokens=new_tokens,
-            weights_bytes=sum(weight.nbytes for weight in self.model.parameters()),
-        )
+        question = "longest context" if context is None else "largest batch" if batch is None else "given"
+        weights = sum(weight.nbytes for weight in self.model.parameters())
+        figures = {"question": question, "new_tokens": new_tokens, "weights_bytes": weights}
+        impl = case.name if isinstance(case, Baseline) else self.check.impl(case)
+        return Row(case.name, context or 0, batch or 0, impl, figures=figures)
 
-    def _times(self, case: MethodCase | Baseline, repeats: int, row: ModelRow) -> ModelRow:
+    def _times(
+        self, case: MethodCase | Baseline, new_tokens: int, repeats: int, copy_gb_s: float | None, row: Row
+    ) -> Row:
         """Searches for the batch if the row has none, checks the kernels at this shape, and times runs."""
         if isinstance(case, Baseline):
-            return self._library_times(case, repeats, row)
+            row, runs = self._library_runs(case, new_tokens, repeats, row)
+        else:
+            row, runs = self._runs(case, new_tokens, repeats, row)
+        filled = self.fill_middle or isinstance(case, Baseline)
+        row = row.plus(**memory_figures(runs), **time_figures(runs, row.batch, new_tokens, filled=filled))
+        row = replace(row, note=next((run.note for run in runs if run.note), None))
+        if copy_gb_s is None:
+            return row
+        return with_ceiling(row, step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s)
+
+    def _runs(self, case: MethodCase, new_tokens: int, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
+        """The row, checked at the batch that was asked for or is the largest, and its runs."""
         bounded = self.memory_budget is not None or not row.batch
         if not row.batch:
             row, _ = self._search(case, row)
-        tokens = max(_CHECKED_TOKENS, row.context + row.new_tokens)
+        tokens = max(_CHECKED_TOKENS, row.context + new_tokens)
         row = row.checked(self.check.agreement(case, tokens, row.batch))
         with (
             memory_limit(self.memory_budget, self.model.device),
@@ -250,40 +202,37 @@ class ModelBench:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.model.device.type, 0.0)
                 while time.perf_counter() < end:
                     run(0)
-            run(min(row.new_tokens, _WARM_TOKENS + round_tokens(case)))
+            run(min(new_tokens, _WARM_TOKENS + round_tokens(case)))
             runs = []
             for _ in range(repeats):
                 if bounded:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
-                runs.append(run(row.new_tokens))
+                runs.append(run(new_tokens))
             if case.is_baseline and not self.check.spec.other_layers:  # a cache of fixed length has full attention only
-                runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
-        return self._timed(row, runs, filled=self.fill_middle)
+                runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens, self.backend)
+        return row, runs
 
-    def _library_times(self, library: Baseline, repeats: int, row: ModelRow) -> ModelRow:
-        """Checks a library's attention at this shape, and times captured steps with it."""
+    def _library_runs(self, library: Baseline, new_tokens: int, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
+        """The row, checked with a library's attention, and runs of captured steps with it."""
         model, spec = self.model, self.check.spec
         if spec.other_layers:
             raise UsageError(f"{library.name} replaces attention to the whole context only")
         layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
         row = row.checked(library.check(*layer())[0])
         with memory_limit(self.memory_budget, model.device):
-            runs = library_runs(model, library, row.batch, row.context, row.new_tokens, repeats, self.backend)
-        return self._timed(row, runs, filled=True)
+            runs = library_runs(model, library, row.batch, row.context, new_tokens, repeats, self.backend)
+        return row, runs
 
-    def _timed(self, row: ModelRow, runs: list[ModelRun], *, filled: bool) -> ModelRow:
-        row = row.with_memory(runs).with_times(runs, filled=filled)
-        return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes)
-
-    def _memory(self, case: MethodCase, row: ModelRow) -> ModelRow:
+    def _memory(self, case: MethodCase, row: Row) -> Row:
         """Checks the kernels, once per method, and answers the question."""
         row, run = self._search(case, row.checked(self.check.agreement(case, _CHECKED_CONTEXT, 1)))
         fp16_bytes = row.batch * (row.context + 1) * self.check.spec.fp16_bytes_per_token()
-        return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
+        return row.plus(**memory_figures([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
-    def _search(self, case: MethodCase, row: ModelRow) -> tuple[ModelRow, ModelRun]:
+    def _search(self, case: MethodCase, row: Row) -> tuple[Row, ModelRun]:
         """The row with the batch and context that answer its question, and their run; NoFigures: nothing fits."""
         runs: dict[int, ModelRun] = {}
+        question, new_tokens = row.figures["question"], row.figures["new_tokens"]
         budget = self.memory_budget or torch.cuda.get_device_properties(self.model.device).total_memory
         with (
             memory_limit(self.memory_budget, self.model.device),
@@ -293,19 +242,19 @@ class ModelBench:
             def peak(size: int) -> int | None:
                 """Peak in bytes of a batch, or of a context in units."""
                 batch, context = (size, row.context) if row.context else (1, size * _CONTEXT_UNIT)
-                run = attempt(partial(self._run, session, batch, context, row.new_tokens))
+                run = attempt(partial(self._run, session, batch, context, new_tokens))
                 if run is None:
                     return None
                 runs[size] = run
                 return run.peak_bytes or 0
 
-            if row.question == "given":
+            if question == "given":
                 size = 0 if peak(row.batch) is None else row.batch
             else:
                 size = largest_by_peak(peak, budget)
-        if row.question == "largest batch":
+        if question == "largest batch":
             row = replace(row, batch=size)
-        elif row.question == "longest context":
+        elif question == "longest context":
             row = replace(row, context=size * _CONTEXT_UNIT)
         if not size:
             raise NoFigures(replace(row, status="out of memory"))

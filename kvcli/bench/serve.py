@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, bench_table, run_row
+from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
 from kvcli.errors import KvcliError, UsageError
 from kvcli.progress import Reporter, Silent
 from kvcli.registry import UNFITTED_METHOD
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 TRANSFORMERS = "transformers"
 """Name of the row of `transformers serve`, with the model as it is."""
 
+_STATES = {
+    "cold": "of a prompt that is new",
+    "hot": "of one that was just read",
+    "disk": "of one that is on disk",
+    "direct": "of `Session.generate` from the same cache, without a server; one client",
+}
+
 _QUESTION = 32
 """Last tokens of a prompt, which differ from request to request."""
 
@@ -50,30 +57,6 @@ class ServeBenchOptions(WholeModelOptions):
     new_tokens: int = Field(default=32, ge=2, le=2**16, description="tokens of an answer")
     clients: list[int] = Field(default=[1, 4, 16], description="clients at once; repeatable")
     max_batch: int = Field(default=16, ge=1, description="waiting requests that are decoded together at most")
-
-
-@dataclass(frozen=True)
-class ServeRow(PromptRow):
-    """A row of `Row`'s fields and these; the batch is the number of clients.
-
-    Attributes:
-        cold_first_s, hot_first_s, disk_first_s: median seconds to the first token of a client: of a prompt that is new,
-            that was just read, that is on disk.
-        cold_tokens_per_s, hot_tokens_per_s, disk_tokens_per_s: tokens of all answers over the time of all.
-        hot_cached, disk_cached: share of the prompts that was not read again.
-        direct_first_s, direct_tokens_per_s: of `Session.generate` from the same cache, without a server; one client.
-    """
-
-    cold_first_s: float | None = None
-    hot_first_s: float | None = None
-    disk_first_s: float | None = None
-    cold_tokens_per_s: float | None = None
-    hot_tokens_per_s: float | None = None
-    disk_tokens_per_s: float | None = None
-    hot_cached: float | None = None
-    disk_cached: float | None = None
-    direct_first_s: float | None = None
-    direct_tokens_per_s: float | None = None
 
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
@@ -90,7 +73,7 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
         length = options.prompt_tokens
         return [random_prompt(loaded.spec, 1, length, model.device, seed)[0].tolist() for seed in range(clients)]
 
-    def measure(case: MethodCase, row: ServeRow) -> ServeRow:
+    def measure(case: MethodCase, row: Row) -> Row:
         with (
             tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store,
             open_session(model, case, options.impl, options.seed) as session,
@@ -107,22 +90,22 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
                 figures |= _ask(port, "disk", second, options)
             if row.batch == 1:
                 figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
-            return replace(row, impl=session.backend.impl, **figures)
+            return replace(row, impl=session.backend.impl).plus(**figures)
 
-    def measure_transformers(row: ServeRow) -> ServeRow:
+    def measure_transformers(row: Row) -> Row:
         if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
             raise UsageError("transformers serve needs a folder of a model and transformers[serving]")
         texts = [loaded.tokenizer.decode(prompt) for prompt in prompts(row.batch)]
         with _transformers(folder, model) as port:
             _ask(port, "cold", ["Hello"], options, folder)  # it loads the model at its first request
             figures = _ask(port, "cold", texts, options, folder) | _ask(port, "hot", texts, options, folder)
-        return replace(row, impl="sdpa", **figures | {"hot_cached": None})
+        return row.plus(**{**figures, "hot_cached": None})
 
-    def rows() -> Iterator[ServeRow]:
+    def rows() -> Iterator[Row]:
         for clients in options.clients:
-            yield run_row(measure_transformers, ServeRow(TRANSFORMERS, options.prompt_tokens, clients, "sdpa"))
+            yield run_row(measure_transformers, Row(TRANSFORMERS, options.prompt_tokens, clients, "sdpa"))
             for case in cases:
-                yield run_row(partial(measure, case), ServeRow(case.name, options.prompt_tokens, clients, "-"))
+                yield run_row(partial(measure, case), Row(case.name, options.prompt_tokens, clients, "-"))
 
     return BenchRows(rows(), (1 + len(cases)) * len(options.clients), shared)
 
@@ -293,5 +276,11 @@ SUITE = BenchSuite(
     example=f"kvcli bench serve --method {UNFITTED_METHOD} --clients 1",
     saves_memory="lower --prompt-tokens or --clients",
     prepare=prepare,
+    figures={
+        **{f"{state}_first_s": f"median seconds to a client's first token, {of}" for state, of in _STATES.items()},
+        **{f"{state}_tokens_per_s": f"tokens of all answers per second, {of}" for state, of in _STATES.items()},
+        "hot_cached": "share of the prompts that was not read again",
+        "disk_cached": "the same, of prompts that are on disk",
+    },
     tabulate=tabulate,
 )

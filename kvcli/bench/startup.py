@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, bench_table, run_row
+from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
 from kvcli.errors import KvcliError
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -38,51 +38,26 @@ class StartupOptions(WholeModelOptions):
     prompt_tokens: int = Field(default=4096, ge=1, le=2**24, description="length of the prompt")
 
 
-@dataclass(frozen=True)
-class StartupRow(PromptRow):
-    """A row of `Row`'s fields and these, of a process with an empty (cold) and with a full (warm) cache of kernels.
-
-    Attributes:
-        cold_s, warm_s: from the start of the process to the first token.
-        cold_tokens_s, warm_tokens_s: to the last of 24 tokens.
-        cold_warmup_s, warm_warmup_s: of them in `Session.warmup`.
-        cold_extra_s, warm_extra_s: `cold_tokens_s` and `warm_tokens_s` less those of fp16.
-        kernels: variants that the warm-up compiled.
-        later: files that Triton compiled after the warm-up.
-    """
-
-    cold_s: float | None = None
-    warm_s: float | None = None
-    cold_tokens_s: float | None = None
-    warm_tokens_s: float | None = None
-    cold_warmup_s: float | None = None
-    warm_warmup_s: float | None = None
-    cold_extra_s: float | None = None
-    warm_extra_s: float | None = None
-    kernels: int | None = None
-    later: int | None = None
-
-
 def prepare(options: StartupOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods."""
     cases = options.method_cases(few=True)
-    baseline: list[StartupRow] = []
+    fp16: dict[str, float] = {}
 
-    def measure(case: MethodCase, row: StartupRow) -> StartupRow:
+    def measure(case: MethodCase, row: Row) -> Row:
         with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as folder:
             cold, warm = (_run(options, case.name, folder) for _ in range(2))
         figures = {f"{state}_{name}": run[name] for state, run in (("cold", cold), ("warm", warm)) for name in _TIMES}
-        row = replace(row, **figures, impl=cold["impl"], kernels=cold["kernels"], later=cold["later"])
-        baseline.append(row)
-        fp16 = baseline[0].to_dict()
-        return replace(row, **{f"{x}_extra_s": figures[f"{x}_tokens_s"] - fp16[f"{x}_tokens_s"] for x in _STATES})
+        for state in ("cold", "warm"):
+            last = figures[f"{state}_tokens_s"]
+            figures[f"{state}_extra_s"] = last - fp16.setdefault(state, last)
+        return replace(row, impl=cold["impl"]).plus(**figures, kernels=cold["kernels"], later=cold["later"])
 
-    rows = (run_row(partial(measure, case), StartupRow(case.name, options.prompt_tokens, 1, "-")) for case in cases)
+    rows = (run_row(partial(measure, case), Row(case.name, options.prompt_tokens, 1, "-")) for case in cases)
     shape = options.random_weights
     return BenchRows(rows, len(cases), {"model": shape or options.model, "weights": "random" if shape else "model"})
 
 
-_STATES = ("cold", "warm")
+_STATES = {"cold": "with an empty cache of kernels", "warm": "with a full one"}
 _TIMES = ("s", "tokens_s", "warmup_s")
 
 
@@ -154,5 +129,13 @@ SUITE = BenchSuite(
     example=f"kvcli bench startup --random-weights llama-3.1-8b --method {UNFITTED_METHOD}",
     saves_memory="lower --prompt-tokens",
     prepare=prepare,
+    figures={
+        **{f"{state}_s": f"from the start of the process to the first token, {of}" for state, of in _STATES.items()},
+        **{f"{state}_tokens_s": f"to the last of {_NEW_TOKENS} tokens, {of}" for state, of in _STATES.items()},
+        **{f"{state}_warmup_s": f"of them in `Session.warmup`, {of}" for state, of in _STATES.items()},
+        **{f"{state}_extra_s": f"to the last token, less that of fp16, {of}" for state, of in _STATES.items()},
+        "kernels": "variants that the warm-up compiled",
+        "later": "files that Triton compiled after the warm-up",
+    },
     tabulate=tabulate,
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -121,12 +121,14 @@ class WholeModelOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of `batch` sequences of `context` tokens; suites add fields. Figures are None unless the status is `ok`.
+    """A row of `batch` sequences of `context` tokens.
 
     Attributes:
         impl: attention that ran: sdpa, fused, reference or another library's.
         note: what went wrong, or why it was not faster.
         out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
+        lse_error, encoding_gap: as in `kvcli.bench.layer.Agreement`.
+        figures: some of those that the suite names, by name; what is measured only if the status is `ok`.
     """
 
     method: str
@@ -136,20 +138,23 @@ class Row:
     status: Status = "ok"
     note: str | None = None
     out_error: float | None = None
+    lse_error: float | None = None
+    encoding_gap: float | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
-        return asdict(self)
+    def plus(self, **figures: Any) -> Row:
+        """The row with more figures."""
+        return replace(self, figures={**self.figures, **figures})
 
-    def checked(self, agreement: Agreement | None) -> Self:
-        """The row with those errors of its kernels that it has fields for; None: no kernel runs.
+    def checked(self, agreement: Agreement | None) -> Row:
+        """The row with the errors of its kernels; None: no kernel runs.
 
         Raises:
             NoFigures: they differ from the reference.
         """
         if agreement is None:
             return self
-        row = replace(self, **{name: error for name, error in vars(agreement).items() if hasattr(self, name)})
+        row = replace(self, **{name: error for name, error in vars(agreement).items() if name != "tolerance"})
         if not agreement.holds:
             raise NoFigures(replace(row, status="mismatch", note=agreement.describe()))
         return row
@@ -158,23 +163,12 @@ class Row:
 class NoFigures(Exception):
     """Ends a measurement with a row whose status says why it has no figures."""
 
-    def __init__(self, row: Any) -> None:
+    def __init__(self, row: Row) -> None:
         super().__init__(row.note)
         self.row = row
 
 
-class PromptRow(Row):
-    """A row of a suite that reads prompts."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**super().to_dict(), "prompt_tokens": self.context}
-
-
-RowT = TypeVar("RowT", bound=Row)
-
-
-def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
+def run_row(measure: Callable[[Row], Row], empty: Row) -> Row:
     """A measured row: what `measure` makes of the row without figures, or after an error that with status and note.
 
     Nothing of it stays in the memory of the GPU.
@@ -232,7 +226,7 @@ class BenchRun(Run):
             )
         with reporter.progress(self.suite.name, prepared.total, "rows") as advance:
             for row in prepared.rows:
-                record = {"suite": self.suite.name, **row.to_dict(), **prepared.shared, **shared}
+                record = {"suite": self.suite.name, **self.suite.record(row), **prepared.shared, **shared}
                 yield {**record, "options": options.model_dump(mode="json"), "machine": self.machine}
                 advance(1)
 
@@ -257,12 +251,26 @@ class BenchRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSuite(Suite):
-    """A suite of `kvcli bench`; `summarize` gives fields of the JSON object that are of all records together."""
+    """A suite of `kvcli bench`.
+
+    Attributes:
+        figures: of a record, and what they mean; None in rows that lack them.
+        summarize: gives fields of the JSON object that are of all records together.
+    """
 
     run = BenchRun
 
     prepare: Callable[[Any, Reporter], BenchRows]
+    figures: Mapping[str, str] = field(default_factory=dict)
     summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
+
+    def record(self, row: Row) -> dict[str, Any]:
+        """A row as plain JSON values; KeyError: a figure that the suite does not name."""
+        if unknown := row.figures.keys() - self.figures.keys():
+            raise KeyError(f"suite {self.name} has no figures {', '.join(unknown)}")
+        prompt = {"prompt_tokens": row.context} if issubclass(self.options, WholeModelOptions) else {}
+        fields = {name: x for name, x in vars(row).items() if name != "figures"}
+        return {**fields, **{name: row.figures.get(name) for name in self.figures}, **prompt}
 
 
 def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
@@ -285,6 +293,13 @@ def parse_batches(texts: list[str]) -> list[int] | None:
     if not all(text.isdecimal() and 1 <= int(text) <= MAX_LENGTH for text in texts):
         raise UsageError(f"--batches takes numbers from 1 to {MAX_LENGTH} or 'auto' alone, not {' '.join(texts)}")
     return [int(text) for text in texts] or [1]
+
+
+def median_of(record: Record, name: str) -> float | None:
+    """A figure, of percentiles the median; None where there is none."""
+    value = record.get(name)
+    value = value[1] if isinstance(value, (list, tuple)) else value
+    return None if value is None else float(value)
 
 
 def bench_table(title: str, records: Records, columns: Mapping[str, Column], optional: Sequence[str] = ()) -> DataTable:

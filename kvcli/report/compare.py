@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvcli.bench.suite import median_of
 from kvcli.errors import UsageError
 from kvcli.eval.records import from_plain
-from kvcli.report.tables import MEASURED, UNFIT, Row, machine, median_of, named, read
+from kvcli.report.tables import MEASURED, UNFIT, Row, machine, named, read
 from kvcli.storage.manifest import flattened
 
 _OF_THE_COMMAND = {"method", "artifact", "out", "baseline", "compare_with", "device", "model"}

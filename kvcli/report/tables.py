@@ -66,13 +66,6 @@ SIDE_BY_SIDE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 """By suite: a field by which rows of a method stand side by side, the columns that each has, and those of the last."""
 
 
-def median_of(row: Row, field: str) -> float | None:
-    """A figure of `MEASURED`, not divided."""
-    value = row.get(field)
-    value = value[1] if isinstance(value, (list, tuple)) else value
-    return None if value is None else float(value)
-
-
 UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What is raised where a record lacks a field, or has one of another type."""
 

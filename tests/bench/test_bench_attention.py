@@ -12,7 +12,7 @@ from benched import CPU, SMALL
 from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench.attention import AttentionOptions, prepare
+from kvcli.bench.attention import SUITE, AttentionOptions, prepare
 from kvcli.bench.layer import EncodedLayer, MethodCase, compare_attention, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.cli.output import Output
@@ -33,7 +33,8 @@ def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **s
 def rows(*names: str, **changes: Any) -> list[dict[str, Any]]:
     """Rows of the suite on the tiny shape, as records."""
     options = {"shape": "tiny", "contexts": [64], "repeats": 3, "device": "cpu", "method": [*names], **changes}
-    return [row.to_dict() for row in prepare(AttentionOptions(**options), Output(quiet=True)).rows]
+    prepared = prepare(AttentionOptions(**options), Output(quiet=True))
+    return [{**SUITE.record(row), **prepared.shared} for row in prepared.rows]
 
 
 def rows_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes, **changes: Any) -> list[dict[str, Any]]:

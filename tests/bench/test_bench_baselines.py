@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from benched import CPU, bench_of
+from benched import CPU, bench_of, records
 from console import refused, result
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -194,7 +194,7 @@ def test_a_step_attends_with_a_library(name: Any, model: Any, monkeypatch: pytes
 
     monkeypatch.setattr(fixed_length, "record_graph", record)
     bench = bench_of(model, backend="eager", libraries=load_baselines([name]))
-    fp16, row = bench.generate([20], [2], new_tokens=8, repeats=3)
+    fp16, row = records(bench.generate([20], [2], new_tokens=8, repeats=3))
     assert (row.method, row.status, row.note, row.impl) == (name, "ok", None, name)
     assert (row.steady_tokens, len(called)) == (7, 42)
     assert row.decode in (FIXED_LENGTH, f"{FIXED_LENGTH}, compiled")
@@ -221,10 +221,10 @@ def test_a_step_with_a_library_is_that_with_sdpa(name: Any, model: Any) -> None:
 @pytest.mark.usefixtures("libraries")
 def test_what_is_not_measured_is_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of(model, libraries=load_baselines(["fa3"]))
-    _, row = bench.generate([20], [1], new_tokens=1, repeats=1)
+    _, row = records(bench.generate([20], [1], new_tokens=1, repeats=1))
     assert (row.status, row.note) == ("refused", "fa3 is measured in decode steps; ask for more new tokens")
     monkeypatch.setattr(fixed_length, "record_graph", lambda call: (None, "no CUDA graph: no"))
-    _, row = bench.generate([20], [1], new_tokens=3, repeats=1)
+    _, row = records(bench.generate([20], [1], new_tokens=3, repeats=1))
     assert (row.status, row.note, row.tokens_per_s) == ("refused", "no CUDA graph: no", None)
     assert "not with auto" in refused("bench", "generate", "--baseline", "fa3", "--batches", "auto")
     assert "--baseline: Input should be 'fa3', 'fa3-e4m3', 'flashinfer' or" in refused("bench", "--baseline", "fa4")

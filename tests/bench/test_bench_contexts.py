@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvcli.attention.session import Session
-from kvcli.bench.contexts import ContextRow, ContextsOptions, break_even, percentiles_ms, prepare
+from kvcli.bench.contexts import SUITE, ContextsOptions, break_even, percentiles_ms, prepare
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cli.output import Output
 
 
-def rows(folder: Path, *names: str, context: int = 20, repeats: int = 1) -> list[ContextRow]:
+def rows(folder: Path, *names: str, context: int = 20, repeats: int = 1) -> list[Any]:
     """Rows of fp16 and some methods with groups of 8, on the tiny model."""
     known = {"kivi-2": ["group_size=8", "residual_length=8"], "commvq-1": ["codebook_size=8"]}
     settings = ["sink_length=0", *(text for name in names for text in known[name])]
     options = {"method": [*names], "setting": settings, "prompt_tokens": [context], "repeats": repeats, "device": "cpu"}
     chosen = ContextsOptions(random_weights="tiny", prefill_chunk=32, context_folder=folder, **options)
-    return list(prepare(chosen, Output(quiet=True)).rows)
+    return [SimpleNamespace(**SUITE.record(row)) for row in prepare(chosen, Output(quiet=True)).rows]
 
 
 def test_files_are_measured_and_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benched import SMALL, bench_of, prompt, session_of
+from benched import SMALL, bench_of, prompt, records, session_of
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -21,7 +21,8 @@ from kvcli.bench import model as bench_model
 from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step, with_fixed_length
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
-from kvcli.bench.model_bench import ModelBench, ModelRow
+from kvcli.bench.model_bench import ModelBench, memory_figures, time_figures, with_ceiling, with_ratios
+from kvcli.bench.suite import Row
 
 RUNS = [ModelRun(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -97,18 +98,18 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
 
 def test_rates_are_of_steady_steps_and_totals_of_all() -> None:
     runs = [replace(run, steady=(4, 0.5), how="graphs", note="slow") for run in RUNS]
-    row = ModelRow("x", 10, 3, "fused", question="given", new_tokens=11).with_memory(runs)
-    timed = row.with_times(runs)
+    row = Row("x", 10, 3, "fused", figures=memory_figures(runs))
+    times, of_filled = (time_figures(runs, 3, 11, filled=filled) for filled in (False, True))
+    (timed,) = records([row.plus(**times)])
     assert timed.tokens_per_s == pytest.approx((24.0, 24.0, 24.0))
     assert timed.total_tokens_per_s == pytest.approx(33 / 5.1)
-    assert (timed.decode, timed.steady_tokens, timed.note) == ("graphs", 4, "slow")
-    filled = row.with_times(runs, filled=True)
+    assert (timed.decode, timed.steady_tokens) == ("graphs", 4)
+    (filled,) = records([with_ratios(row.plus(**of_filled), row.plus(**of_filled))])
     assert filled.tokens_per_s == timed.tokens_per_s
     assert filled.prefill_ms is filled.ttft_ms is filled.total_tokens_per_s is None
-    assert filled.with_ratios(filled).rate_ratio == 1
-    assert filled.with_ratios(filled).prefill_ratio is None
-    assert timed.with_ceiling(2 * 10**9) == timed
-    bounded = replace(timed, copy_gb_s=1000.0).with_ceiling(2 * 10**9)  # what a step reads, at the rate of a copy
+    assert filled.rate_ratio == 1
+    assert filled.prefill_ratio is None
+    (bounded,) = records([with_ceiling(row.plus(**times), 2 * 10**9, 1000.0)])  # what a step reads, at a copy's rate
     assert (bounded.read_bytes, bounded.copy_gb_s) == (2 * 10**9, 1000.0)
     assert bounded.ceiling_tokens_per_s == pytest.approx(1500.0)
     assert bounded.ceiling_share == pytest.approx(24 / 1500)
@@ -197,11 +198,11 @@ def test_the_baseline_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any) -> None:
     assert with_fixed_length(model, RUNS, 2, 20, 11) is RUNS
-    row, kivi = bench_of(model, "kivi-2").generate([20], [1], new_tokens=3, repeats=1)
+    row, kivi = records(bench_of(model, "kivi-2").generate([20], [1], new_tokens=3, repeats=1))
     assert (row.decode, row.steady_tokens, row.note) == ("eager", None, None)
     assert (kivi.decode, kivi.steady_tokens, kivi.note) == ("passes", None, None)
     assert row.read_bytes is row.copy_gb_s is row.ceiling_tokens_per_s is row.ceiling_share is None
-    for prompt_only in bench_of(model, "kivi-2").generate([20], [1], new_tokens=0, repeats=1):
+    for prompt_only in records(bench_of(model, "kivi-2").generate([20], [1], new_tokens=0, repeats=1)):
         assert prompt_only.decode is prompt_only.tokens_per_s is prompt_only.total_tokens_per_s is None
 
 
@@ -213,7 +214,7 @@ def test_rows_on_a_gpu(mode: Any) -> None:
     settings = {"group_size": 32, "residual_length": 32}
     cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
     bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, fill_middle=True, mode=mode)
-    rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2))
+    rows = records(bench.generate([1024], [2], new_tokens=129, repeats=2))
     assert [(row.status, row.note) for row in rows] == [("ok", None)] * 3
     assert [row.decode for row in rows] == [FIXED_LENGTH, *[mode or "graphs"] * 2]
     assert (rows[0].steady_tokens, rows[1].steady_tokens) == (128, 64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benched import CPU, bench_of, passes_of, prompt, session_of
+from benched import CPU, bench_of, passes_of, prompt, records, session_of
 from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -18,8 +18,9 @@ from kvcli.bench import budget as budget_module
 from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
-from kvcli.bench.model_bench import ModelRow
+from kvcli.bench.model_bench import memory_figures, time_figures, with_ratios
 from kvcli.bench.shapes import shape_config, shape_rope
+from kvcli.bench.suite import Row
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -35,19 +36,19 @@ def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(
     model: Any, *names: str, contexts: Any = (40,), batches: Any = (2,), memory_budget: Any = None, **counts: int
-) -> list[ModelRow]:
+) -> list[Any]:
     """Rows of fp16 and some methods."""
     counts = {"new_tokens": 4, "repeats": 2, **counts}
-    return list(bench_of(model, *names, memory_budget=memory_budget).generate(contexts, batches, **counts))
+    return records(bench_of(model, *names, memory_budget=memory_budget).generate(contexts, batches, **counts))
 
 
 def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> ModelRun:
     return ModelRun(prefill_s, prefill_s + 0.001, decode_s, cache, 5 * cache, 6 * cache)
 
 
-def make_row(runs: list[ModelRun], batch: int, new_tokens: int) -> ModelRow:
-    row = ModelRow("x", 10, batch, "sdpa", question="given", new_tokens=new_tokens)
-    return row.with_memory(runs).with_times(runs)
+def make_row(runs: list[ModelRun], batch: int, new_tokens: int) -> Row:
+    figures = {**memory_figures(runs), **time_figures(runs, batch, new_tokens)}
+    return Row("x", 10, batch, "sdpa", figures=figures)
 
 
 def test_random_models_have_all_weights(model: Any) -> None:
@@ -103,20 +104,20 @@ def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens:
 
 def test_figures_of_known_runs() -> None:
     runs = [make_run(1.0, 3.0), make_run(1.2, 1.5), make_run(1.1, 2.0)]
-    row = make_row(runs, batch=4, new_tokens=7)
+    row, with_one, with_none = records(make_row(runs, batch=4, new_tokens=count) for count in (7, 1, 0))
     assert row.prefill_ms == pytest.approx((1040.0, 1100.0, 1160.0))
     assert row.ttft_ms == pytest.approx(1101.0)
     assert row.tokens_per_s == pytest.approx((9.6, 12.0, 14.4))
     assert row.total_tokens_per_s == pytest.approx(28 / (1.101 + 2.0))
     assert (row.cache_bytes, row.peak_bytes, row.reserved_bytes, row.repeats) == (100, 500, 600, 3)
-    assert make_row(runs, 4, 1).tokens_per_s is None
-    assert make_row(runs, 4, 1).total_tokens_per_s == pytest.approx(4 / (1.101 + 2.0))
-    assert make_row(runs, 4, 0).total_tokens_per_s is None
+    assert with_one.tokens_per_s is None
+    assert with_one.total_tokens_per_s == pytest.approx(4 / (1.101 + 2.0))
+    assert with_none.total_tokens_per_s is None
 
 
 def test_ratios_are_per_sequence_where_batches_differ() -> None:
     baseline = make_row([make_run(1.0, 1.0, cache=300)], 2, 11)
-    row = make_row([make_run(3.0, 2.0, cache=400)], 8, 11).with_ratios(baseline)
+    (row,) = records([with_ratios(make_row([make_run(3.0, 2.0, cache=400)], 8, 11), baseline)])
     assert row.rate_ratio == pytest.approx((8 / 2.0) / (2 / 1.0))
     assert row.total_ratio == pytest.approx((8 / 5.001) / (2 / 2.001))
     assert row.prefill_ratio == pytest.approx((3.0 / 8) / (1.0 / 2))
@@ -126,7 +127,7 @@ def test_ratios_are_per_sequence_where_batches_differ() -> None:
 def test_every_method_is_compared_with_fp16(model: Any) -> None:
     rotary = model.model.rotary_emb
     names = ("fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1")
-    rows = [row.to_dict() for row in generate(model, *names, contexts=(40, 200))]
+    rows = [vars(row) for row in generate(model, *names, contexts=(40, 200))]
     assert [(row["prompt_tokens"], row["method"]) for row in rows] == [
         (context, name) for context in (40, 200) for name in ("fp16", *names)
     ]

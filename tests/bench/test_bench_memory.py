@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from benched import CPU, bench_of, passes_of, prompt, session_of
+from benched import CPU, bench_of, passes_of, prompt, records, session_of
 from families import make
 from transformers import DynamicCache
 
 from kvcli.bench import model_bench
 from kvcli.bench.layer import Agreement, KernelCheck, MethodCase
 from kvcli.bench.model import ModelRun, cache_sizes, fill, prefill_logits, random_model, run_model
-from kvcli.bench.model_bench import ModelRow
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +32,10 @@ def memory(
     chunk: int = 64,
     longest: bool = False,
     full_prefill: bool = False,
-) -> list[ModelRow]:
+) -> list[Any]:
     """Rows of fp16 and some methods."""
     bench = bench_of(model, *names, memory_budget=budget, prefill_chunk=chunk, fill_middle=not full_prefill)
-    return list(bench.memory([context], batches, longest=longest))
+    return records(bench.memory([context], batches, longest=longest))
 
 
 @pytest.fixture

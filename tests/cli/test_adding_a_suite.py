@@ -69,3 +69,5 @@ def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.Monkey
     assert done.exit_code == 1
     assert done.stdout.count("sdpa: FAILED") == 2
     assert "error: kivi-2, 2 tokens, batch 1: ValueError: too long" in done.stderr
+    with pytest.raises(KeyError, match="suite rows has no figures us"):
+        suite.record(Row("fp16", 1, 1, "sdpa").plus(us=3.0))

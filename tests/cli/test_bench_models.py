@@ -10,8 +10,9 @@ import pytest
 from console import invoke, result, says
 
 from kvcli.bench import budget
-from kvcli.bench.contexts import ContextRow, ContextsOptions, table
-from kvcli.bench.model_bench import ModelBench, ModelRow
+from kvcli.bench.contexts import SUITE, ContextsOptions, table
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.suite import Row
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8", "--methods", "kivi-2", "--repeats", "1")
 PROMPT = ("bench", "--suite", "generate", *GROUPS, "--prompt-tokens", "40")
@@ -67,8 +68,9 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
         assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
         sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34}
         shared: Any = {"new_tokens": 2, "weights_bytes": 2**20}
-        yield ModelRow("fp16", 32768, 7, "sdpa", question="largest batch", cache_ratio=1.0, **sizes, **shared)
-        yield ModelRow("commvq-1", 0, 1, "fused", "out of memory", question="longest context", **shared)
+        figures = {"question": "largest batch", "cache_ratio": 1.0, **sizes, **shared}
+        yield Row("fp16", 32768, 7, "sdpa", figures=figures)
+        yield Row("commvq-1", 0, 1, "fused", "out of memory", figures={"question": "longest context", **shared})
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
@@ -102,7 +104,7 @@ def test_contexts_compares_loading_with_reading() -> None:
 
 
 def test_the_table_of_contexts_shows_rows_without_figures() -> None:
-    row = ContextRow("kivi-2", 40, 1, "fused", "failed", "no space").to_dict()
+    row = SUITE.record(Row("kivi-2", 40, 1, "fused", "failed", "no space"))
     shared = {"model": "tiny", "weights": "random", "num_layers": 3, "dtype": "float32"}
     shown = table([{**row, **shared}], ContextsOptions())
     assert [len(cells) for cells in shown.rows] == [len(shown.columns)]

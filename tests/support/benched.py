@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from kvcli.bench.generate import SUITE
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import attached, random_prompt
 from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.suite import Row
 from kvcli.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -30,6 +33,11 @@ def bench_of(model: Any, *names: str, **options: Any) -> ModelBench:
     """Measures fp16 and some methods."""
     cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
     return ModelBench(model, cases, impl="auto", seed=0, **options)
+
+
+def records(rows: Iterable[Row]) -> list[Any]:
+    """Rows of the suites `generate` and `memory` as records, fields as attributes."""
+    return [SimpleNamespace(**SUITE.record(row)) for row in rows]
 
 
 @contextmanager
