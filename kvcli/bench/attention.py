@@ -62,6 +62,7 @@ class AttentionOptions(BenchOptions):
 
 
 FIGURES = {
+    "lse_error": "as in `kvcli.bench.layer.Agreement`",
     "page_size": "tokens of a page of codes; None for codes in rows",
     "encoded": "tokens per sequence that are codes, complete groups; all for `fp16`, which is SDPA, and `--baseline`",
     "sdpa_us": "median of SDPA on the same shape",

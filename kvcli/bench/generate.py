@@ -35,6 +35,7 @@ FIGURES = {
     "question": "whether batch and context were options, or which of them was searched for: 0 if nothing fits",
     "new_tokens": "tokens after the prompt",
     "weights_bytes": "of the model",
+    **dict.fromkeys(("lse_error", "encoding_gap"), "as in `kvcli.bench.layer.Agreement`"),
     **dict.fromkeys(("cache_bytes", "other_bytes"), "as in `kvcli.bench.model.ModelRun`"),
     **dict.fromkeys(("peak_bytes", "reserved_bytes"), "the same, the most of all runs; None on a CPU"),
     "prefill_ms": "20th, 50th and 80th percentile of the time of the prompt, encoding included",

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
 
 MAX_LENGTH = 2**31 - 1
+_OF_ALL = ("method", "context", "batch", "impl", "status", "note", "out_error")
+"""Fields of the records of all suites."""
+
 ERRORS = ("mismatch", "failed")
 """Statuses of rows that are errors; `out of memory` and `refused` are results."""
 
@@ -127,7 +130,7 @@ class Row:
         impl: attention that ran: sdpa, fused, reference or another library's.
         note: what went wrong, or why it was not faster.
         out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
-        lse_error, encoding_gap: as in `kvcli.bench.layer.Agreement`.
+        lse_error, encoding_gap: as in `kvcli.bench.layer.Agreement`; in records of suites that name them.
         figures: some of those that the suite names, by name; what is measured only if the status is `ok`.
     """
 
@@ -269,8 +272,8 @@ class BenchSuite(Suite):
         if unknown := row.figures.keys() - self.figures.keys():
             raise KeyError(f"suite {self.name} has no figures {', '.join(unknown)}")
         prompt = {"prompt_tokens": row.context} if issubclass(self.options, WholeModelOptions) else {}
-        fields = {name: x for name, x in vars(row).items() if name != "figures"}
-        return {**fields, **{name: row.figures.get(name) for name in self.figures}, **prompt}
+        known = {**vars(row), **row.figures}
+        return {name: known.get(name) for name in (*_OF_ALL, *self.figures)} | prompt
 
 
 def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
