@@ -110,7 +110,7 @@ BUDGET = {
     ".": 4085,  # tables as Markdown
     "artifact": 398,
     "attention": 2540,  # codecs of a model that is not loaded by transformers
-    "bench": 3161,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
+    "bench": 3142,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1423,  # blocks of logits by vocabulary
     "cli": 4271,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
@@ -120,7 +120,7 @@ BUDGET = {
     "kernels": 974,  # where tiles of tokens lie in pages
     "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
-    "report": 869,  # tables, of which docs had a third; charts; what files hold; records of others
+    "report": 868,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1468,  # a server of the OpenAI API
     "seam": 1592,  # rotations by constants return at once
     "storage": 636,

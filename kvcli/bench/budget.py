@@ -6,6 +6,7 @@ A limit holds for what torch allocates; the CUDA context and the libraries come 
 from __future__ import annotations
 
 import gc
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,22 +93,14 @@ def largest(
         most: the largest size to try.
         resolution: share of the answer that it may fall short of the largest.
     """
-    size = start if most is None else min(start, most)
-    good, bad = 0, size
-    if fits(size):
-        good, bad = size, size + 1
-        while good != most:
-            bad = max(good + 1, int(good * growth))
-            bad = bad if most is None else min(bad, most)
-            if not fits(bad):
-                break
-            good, bad = bad, bad + 1
-    else:
-        while bad > 1:
-            good = min(bad - 1, max(1, int(bad / growth)))
-            if fits(good):
-                break
-            good, bad = 0, good
+    good, end = 0, sys.maxsize if most is None else most + 1
+    bad, size = end, min(start, end - 1)
+    # until one is known that fits, and one that does not
+    while good < size < bad and (not good or bad == end):
+        if fits(size):
+            good, size = size, min(max(size + 1, int(size * growth)), bad - 1)
+        else:
+            bad, size = size, max(1, min(size - 1, int(size / growth)))
     step = max(1, int(resolution * good))
     sizes = range(good + step, bad, step)
     return good + step * bisect_left(sizes, True, key=lambda size: not fits(size))

@@ -41,16 +41,14 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
     import torch
     from transformers import DynamicCache
 
-    from kvcli.bench.model import open_session
+    from kvcli.bench.model import open_session, random_prompt
     from kvcli.bench.timing import synchronized_time
     from kvcli.seam.decoder import backbone
 
     model, shared = options.load_model(options.random_weights, reporter)
     cases, count = options.method_cases(few=True), _WARM + options.passes
     total = options.prompt_tokens + count * options.chunk
-    generator = torch.Generator().manual_seed(options.seed)
-    vocab = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(vocab, (options.batch_size, total), generator=generator).to(model.device)
+    ids = random_prompt(model, options.batch_size, total, options.seed)
 
     def read(cache: Any, part: Tensor) -> None:
         backbone(model)(input_ids=part, past_key_values=cache, use_cache=True)

@@ -42,10 +42,7 @@ if TYPE_CHECKING:
     from kvcli.cache.compressed import CompressedCache
 
 Times = tuple[float, float, float]
-"""20th, 50th and 80th percentile; `fp16` is kvcli's cache, too."""
-
-_CHECKED_TOKENS = 256
-"""Fewest tokens on which kernels are checked: a short context may have no codes."""
+"""20th, 50th and 80th percentile."""
 
 _TOLERANCE, _TOLERANCE_16 = 1e-4, 3e-2
 """Largest allowed `logits_error` of a model in float32, and in 16 bits: sums in another order, rounded per layer."""
@@ -82,8 +79,8 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     check = KernelCheck(model, cases, options.impl, options.seed)
 
     def measure(case: MethodCase, row: Row) -> Row:
-        row = row.checked(check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
-        ids = random_prompt(check.spec, 1, row.context + 1, model.device, options.seed)
+        row = row.checked(check.agreement(case, row.context, 1))
+        ids = random_prompt(model, 1, row.context + 1, options.seed)
         with (
             tempfile.TemporaryDirectory(prefix="kvcli-bench-", dir=options.context_folder) as folder,
             open_session(model, case, options.impl, options.seed) as session,

@@ -28,7 +28,6 @@ from kvcli.errors import UnsupportedModelError
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
-from kvcli.spec import ModelSpec
 
 COMPILED = ", compiled"
 """Said of how tokens were generated where layers were compiled."""
@@ -220,10 +219,10 @@ def step_weights_bytes(model: Any) -> int:
     return read if output is embedding else read - embedding.nbytes
 
 
-def random_prompt(spec: ModelSpec, batch: int, length: int, device: torch.device, seed: int) -> Tensor:
+def random_prompt(model: Any, batch: int, length: int, seed: int) -> Tensor:
     """Random token ids, int64 [batch, length]."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(3, spec.vocab_size, (batch, length), device=device, generator=generator)
+    generator, vocab = torch.Generator(model.device).manual_seed(seed), model.get_input_embeddings().num_embeddings
+    return torch.randint(3, vocab, (batch, length), device=model.device, generator=generator)
 
 
 def round_tokens(of: Session | MethodCase) -> int:

@@ -32,9 +32,6 @@ _WARM_TOKENS = 40
 _WARM_SECONDS = {"cuda": 10.0}
 """Warm-up before the fp16 baseline, by type of device; it otherwise runs first, at a higher boost clock."""
 
-_CHECKED_TOKENS = 256
-"""Fewest tokens on which `generate` checks kernels: a short prompt may have no codes."""
-
 _CHECKED_CONTEXT = 4096
 """Tokens on which `memory` checks kernels."""
 
@@ -146,8 +143,8 @@ class ModelBench:
         for context, batch in product(contexts, sizes):
             baseline: Row | None = None
             for case in cases:
-                measure = partial(self._times, case, new_tokens, repeats, copy_gb_s)
-                row = run_row(measure, self._empty(case, context, batch, new_tokens))
+                empty = self._empty(case, context, batch, new_tokens)
+                row = run_row(partial(self._times, case, repeats, copy_gb_s), empty)
                 baseline = baseline or row
                 yield with_ratios(row, baseline)
 
@@ -171,28 +168,25 @@ class ModelBench:
         impl = case.name if isinstance(case, Baseline) else self.check.impl(case)
         return Row(case.name, context or 0, batch or 0, impl, figures=figures)
 
-    def _times(
-        self, case: MethodCase | Baseline, new_tokens: int, repeats: int, copy_gb_s: float | None, row: Row
-    ) -> Row:
-        """Searches for the batch if the row has none, checks the kernels at this shape, and times runs."""
+    def _times(self, case: MethodCase | Baseline, repeats: int, copy_gb_s: float | None, row: Row) -> Row:
+        """The row with the times and the memory of its runs."""
         if isinstance(case, Baseline):
-            row, runs = self._library_runs(case, new_tokens, repeats, row)
+            filled, (row, runs) = True, self._library_runs(case, repeats, row)
         else:
-            row, runs = self._runs(case, new_tokens, repeats, row)
-        filled = self.fill_middle or isinstance(case, Baseline)
-        row = row.plus(**memory_figures(runs), **time_figures(runs, row.batch, new_tokens, filled=filled))
-        row = replace(row, note=next((run.note for run in runs if run.note), None))
+            filled, (row, runs) = self.fill_middle, self._runs(case, repeats, row)
+        times = time_figures(runs, row.batch, row.figures["new_tokens"], filled=filled)
+        note = next((run.note for run in runs if run.note), None)
+        row = replace(row, note=note).plus(**memory_figures(runs), **times)
         if copy_gb_s is None:
             return row
         return with_ceiling(row, step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s)
 
-    def _runs(self, case: MethodCase, new_tokens: int, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
+    def _runs(self, case: MethodCase, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
         """The row, checked at the batch that was asked for or is the largest, and its runs."""
-        bounded = self.memory_budget is not None or not row.batch
+        bounded, new_tokens = self.memory_budget is not None or not row.batch, row.figures["new_tokens"]
         if not row.batch:
             row, _ = self._search(case, row)
-        tokens = max(_CHECKED_TOKENS, row.context + new_tokens)
-        row = row.checked(self.check.agreement(case, tokens, row.batch))
+        row = row.checked(self.check.agreement(case, row.context + new_tokens, row.batch))
         with (
             memory_limit(self.memory_budget, self.model.device),
             attached(self.model, case, self.impl, self.seed) as session,
@@ -212,16 +206,15 @@ class ModelBench:
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens, self.backend)
         return row, runs
 
-    def _library_runs(self, library: Baseline, new_tokens: int, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
+    def _library_runs(self, library: Baseline, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
         """The row, checked with a library's attention, and runs of captured steps with it."""
-        model, spec = self.model, self.check.spec
+        model, spec, new_tokens = self.model, self.check.spec, row.figures["new_tokens"]
         if spec.other_layers:
             raise UsageError(f"{library.name} replaces attention to the whole context only")
         layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
         row = row.checked(library.check(*layer())[0])
         with memory_limit(self.memory_budget, model.device):
-            runs = library_runs(model, library, row.batch, row.context, new_tokens, repeats, self.backend)
-        return row, runs
+            return row, library_runs(model, library, row.batch, row.context, new_tokens, repeats, self.backend)
 
     def _memory(self, case: MethodCase, row: Row) -> Row:
         """Checks the kernels, once per method, and answers the question."""
@@ -261,6 +254,6 @@ class ModelBench:
         return row, runs[size]
 
     def _run(self, session: Session | None, batch: int, context: int, new_tokens: int) -> ModelRun:
-        ids = random_prompt(self.check.spec, batch, context, self.model.device, self.seed)
+        ids = random_prompt(self.model, batch, context, self.seed)
         how: dict[str, Any] = {"fill_middle": self.fill_middle, "mode": self.mode, "backend": self.backend}
         return run_model(self.model, session, ids, new_tokens, self.prefill_chunk, **how)

@@ -70,8 +70,7 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     loaded, folder = _loaded(model, options)
 
     def prompts(clients: int) -> list[list[int]]:
-        length = options.prompt_tokens
-        return [random_prompt(loaded.spec, 1, length, model.device, seed)[0].tolist() for seed in range(clients)]
+        return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
 
     def measure(case: MethodCase, row: Row) -> Row:
         with (

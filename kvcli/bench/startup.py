@@ -80,7 +80,6 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
     from kvcli.kernels.compiled import compiled_kernels
     from kvcli.options import parse_settings
     from kvcli.progress import Silent
-    from kvcli.seam.probe import probe
 
     options = StartupOptions(**json.loads(options_json))
     model, _ = options.load_model(options.random_weights, Silent())
@@ -89,7 +88,7 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
         before = time.time()
         kernels = [] if session is None else session.warmup()
         warmed, compiled = time.time(), sum(compiled_kernels().counts.values())
-        ids = random_prompt(probe(model).spec, 1, options.prompt_tokens, model.device, options.seed)
+        ids = random_prompt(model, 1, options.prompt_tokens, options.seed)
         began = time.time()
         run = run_model(model, session, ids, _NEW_TOKENS, options.prefill_chunk)
     figures = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
-from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, read_plain
+from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, interval, read_plain
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
 from kvcli.suite import Records, Suite
 from kvcli.tables import DataTable
@@ -200,11 +200,10 @@ def quality(rows: Records) -> DataTable:
     header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity"]
     cells = []
     for name, row in sorted(named(kept), key=lambda item: float(item[1]["kl_mean"])):
-        memory, kl = row["memory"], row["metrics"]["kl_mean"]
-        interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else "-"
+        memory = row["memory"]
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
-        figures = [f"{row['kl_mean']:.4f}", interval, f"{100 * row['flips']:.1f}", perplexity]
+        figures = [f"{row['kl_mean']:.4f}", interval(row, "kl_mean", "{:.4f}"), f"{100 * row['flips']:.1f}", perplexity]
         if without:
             other = without.get(row["method"])
             figures.append("" if other is None else f"{other['kl_mean']:.4f}")

@@ -14,14 +14,13 @@ from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import attached, random_prompt
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.suite import Row
-from kvcli.spec import ModelSpec
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
 
 
 def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
-    return random_prompt(ModelSpec.from_config(model.config), batch, length, model.device, 0)
+    return random_prompt(model, batch, length, 0)
 
 
 def session_of(model: Any, name: str, impl: str = "auto", seed: int = 0, **settings: int) -> Any:
