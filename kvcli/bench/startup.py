@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 24
 """Enough that steps are captured."""
 
+_STATES = {"cold": "with an empty cache of kernels", "warm": "with a full one"}
+
 
 class StartupOptions(WholeModelOptions):
     """Options of `kvcli bench startup`."""
@@ -46,19 +48,15 @@ def prepare(options: StartupOptions, reporter: Reporter) -> BenchRows:
     def measure(case: MethodCase, row: Row) -> Row:
         with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as folder:
             cold, warm = (_run(options, case.name, folder) for _ in range(2))
-        figures = {f"{state}_{name}": run[name] for state, run in (("cold", cold), ("warm", warm)) for name in _TIMES}
-        for state in ("cold", "warm"):
-            last = figures[f"{state}_tokens_s"]
-            figures[f"{state}_extra_s"] = last - fp16.setdefault(state, last)
-        return replace(row, impl=cold["impl"]).plus(**figures, kernels=cold["kernels"], later=cold["later"])
+        row = replace(row, impl=cold["impl"]).plus(kernels=cold["kernels"], later=cold["later"])
+        for state, run in (("cold", cold), ("warm", warm)):
+            times = {f"{state}_{name}": run[name] for name in ("s", "tokens_s", "warmup_s")}
+            row = row.plus(**times, **{f"{state}_extra_s": run["tokens_s"] - fp16.setdefault(state, run["tokens_s"])})
+        return row
 
     rows = (run_row(partial(measure, case), Row(case.name, options.prompt_tokens, 1, "-")) for case in cases)
     shape = options.random_weights
     return BenchRows(rows, len(cases), {"model": shape or options.model, "weights": "random" if shape else "model"})
-
-
-_STATES = {"cold": "with an empty cache of kernels", "warm": "with a full one"}
-_TIMES = ("s", "tokens_s", "warmup_s")
 
 
 def _run(options: StartupOptions, method: str, folder: str) -> dict[str, Any]:
