@@ -110,7 +110,7 @@ BUDGET = {
     ".": 4085,  # tables as Markdown
     "artifact": 398,
     "attention": 2540,  # codecs of a model that is not loaded by transformers
-    "bench": 3140,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
+    "bench": 3143,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1423,  # blocks of logits by vocabulary
     "cli": 4271,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune

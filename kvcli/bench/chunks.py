@@ -45,7 +45,8 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
     from kvcli.bench.timing import synchronized_time
     from kvcli.seam.decoder import backbone
 
-    model, shared = options.load_model(options.random_weights, reporter)
+    loaded, shared = options.load_model(options.random_weights, reporter)
+    model: Any = loaded.model
     cases, count = options.method_cases(few=True), _WARM + options.passes
     total = options.prompt_tokens + count * options.chunk
     ids = random_prompt(model, options.batch_size, total, options.seed)

@@ -67,15 +67,15 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
 
     from kvcli.bench.layer import KernelCheck
     from kvcli.bench.model import open_session, random_prompt
-    from kvcli.seam.probe import probe
 
     gpu = torch.device(options.torch_device()).type == "cuda"
     cases = options.method_cases(kinds_only=True)
     contexts = options.prompt_tokens or ([2048, 8192, 32768] if gpu else [256, 1024])
     if options.context_folder is not None:
         options.context_folder.mkdir(parents=True, exist_ok=True)
-    model, shared = options.load_model(options.random_weights, reporter)
-    check_storable(shared["model"], probe(model).spec)
+    loaded, shared = options.load_model(options.random_weights, reporter)
+    check_storable(shared["model"], loaded.spec)
+    model = loaded.model
     check = KernelCheck(model, cases, options.impl, options.seed)
 
     def measure(case: MethodCase, row: Row) -> Row:

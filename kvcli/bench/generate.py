@@ -143,9 +143,9 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
     filled, libraries = options.fill_prompt, load_baselines(options.baseline)
     chunk = options.prefill_chunk or (FILLED_CHUNK if filled else None)
-    model, shared = options.load_model(options.random_weights, reporter)
+    loaded, shared = options.load_model(options.random_weights, reporter)
     bench = ModelBench(
-        model,
+        loaded.model,
         cases,
         impl=options.impl,
         seed=options.seed,
@@ -176,9 +176,9 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
     cases = options.method_cases()
     batches, chunk, full = parse_batches(options.batches), options.prefill_chunk or FILLED_CHUNK, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
-    model, shared = options.load_model(shape, reporter)
+    loaded, shared = options.load_model(shape, reporter)
     limits: dict[str, Any] = {"memory_budget": budget, "prefill_chunk": chunk}
-    bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, fill_middle=not full, **limits)
+    bench = ModelBench(loaded.model, cases, impl=options.impl, seed=options.seed, fill_middle=not full, **limits)
     rows = bench.memory(options.contexts, batches, longest=options.longest)
     total = len(cases) * (len(options.contexts) * len(batches or [0]) + options.longest)
     return BenchRows(rows, total, {**shared, **limits, "prefill": PREFILL[full]})

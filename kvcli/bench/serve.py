@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.errors import KvcliError, UsageError
-from kvcli.progress import Reporter, Silent
+from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
@@ -66,8 +67,10 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     from kvcli.bench.model import open_session, random_prompt
 
     cases = options.method_cases(kinds_only=True)
-    model, shared = options.load_model(options.random_weights, reporter)
-    loaded, folder = _loaded(model, options)
+    loaded, shared = options.load_model(options.random_weights, reporter)
+    model, folder = loaded.model, _folder(options.model)
+    if options.random_weights is not None:
+        loaded, folder = replace(loaded, tokenizer=_words(loaded.spec.vocab_size)), None
 
     def prompts(clients: int) -> list[list[int]]:
         return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
@@ -109,24 +112,20 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     return BenchRows(rows(), (1 + len(cases)) * len(options.clients), shared)
 
 
-def _loaded(model: Any, options: ServeBenchOptions) -> tuple[Any, str | None]:
-    """The model with a tokenizer, and its folder; of random weights with one whose tokens are words of their own."""
-    from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
-    from kvcli.models import LoadedModel
-    from kvcli.seam.probe import probe
+def _folder(name: str) -> str | None:
+    """The folder of a model, if it has one."""
+    folder = copy_folder(BUILTIN_MODELS[name]) if name in BUILTIN_MODELS else Path(name)
+    return str(folder) if folder.is_dir() else None
 
-    if options.random_weights is None:
-        name = options.model
-        folder = copy_folder(BUILTIN_MODELS[name]) if name in BUILTIN_MODELS else Path(name)
-        return replace(options.load(Silent()), model=model), str(folder) if folder.is_dir() else None
+
+def _words(vocab_size: int) -> Any:
+    """A tokenizer whose tokens are words of their own."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    spec = probe(model).spec
-    words = Tokenizer(WordLevel({f"w{i} ": i for i in range(spec.vocab_size)}, unk_token="w0 "))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    return LoadedModel(options.random_weights, model, tokenizer, spec, ""), None
+    words = Tokenizer(WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 "))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
     from kvcli.progress import Silent
 
     options = StartupOptions(**json.loads(options_json))
-    model, _ = options.load_model(options.random_weights, Silent())
+    model = options.load_model(options.random_weights, Silent())[0].model
     case = MethodCase.parse(method, parse_settings(options.setting))
     with attached(model, case, options.impl, options.seed) as session:
         before = time.time()

@@ -24,6 +24,7 @@ from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
+    from kvcli.models import LoadedModel
 
 MAX_LENGTH = 2**31 - 1
 _OF_ALL = ("method", "context", "batch", "impl", "status", "note", "out_error")
@@ -95,30 +96,32 @@ class WholeModelOptions(BenchOptions):
         if self.random_weights is None:
             check_model_name(self.model)
 
-    def load_model(self, shape: str | None, reporter: Reporter) -> tuple[Any, dict[str, Any]]:
-        """The model, or one of a shape with random weights, and the fields of all records that describe it."""
+    def load_model(self, shape: str | None, reporter: Reporter) -> tuple[LoadedModel, dict[str, Any]]:
+        """The model, or one of a shape with random weights and no tokenizer, and fields of all records that say so."""
         import torch
 
         from kvcli.bench.model import random_model
         from kvcli.bench.shapes import shape_spec
+        from kvcli.models import LoadedModel
         from kvcli.seam.probe import probe
 
         device = torch.device(self.torch_device())
         if shape is None:
-            model: Any = self.load(reporter).model
+            loaded = self.load(reporter)
         else:
             shape_spec(shape)  # raises for an unknown shape before anything is said
             dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
             reporter.say(f"making a model of the shape {shape} with random weights")
             model = random_model(shape, self.layers, device, getattr(torch, dtype), self.seed)
-        spec = probe(model).spec
-        return model, {
+            loaded = LoadedModel(shape, model, None, probe(model).spec, fingerprint="")
+        spec = loaded.spec
+        return loaded, {
             "model": shape or self.model,
             "weights": "random" if shape else "model",
             "codebooks": "random",
             "num_layers": spec.num_layers,
             "other_layers": spec.other_layers,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
         }
 
 
