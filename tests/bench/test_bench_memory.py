@@ -161,3 +161,12 @@ def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tup
         # 2 layers with 41 tokens in 16 bits, 2 with 7 in float32; 2 heads of 16 channels
         uncompressed = 2 * 41 * 2 * 2 * 16 * 2 + 2 * 7 * 2 * 2 * 16 * 4
         assert row.cache_ratio == uncompressed / row.cache_bytes
+
+
+def test_kernels_are_checked_on_a_context_that_has_codes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[int, int]] = []
+    monkeypatch.setattr(KernelCheck, "_compare", lambda self, case, *shape: checked.append(shape))
+    check, case = KernelCheck(model, [], "auto", 0), MethodCase.parse("kivi-2", {})
+    for context in (20, 300, 20):
+        check.agreement(case, context, 2)
+    assert checked == [(256, 2), (300, 2)]
