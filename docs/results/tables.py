@@ -113,15 +113,6 @@ def answered(name: str) -> str:
     return markdown(header, [[row[0], bits[row[0]], *(row[at].strip() for at in shown)] for row in cells])
 
 
-def by_task(name: str) -> str:
-    """Percent of RULER's answers found by each method, by task, all lengths together."""
-    rows, cells = records(name.removesuffix("-tasks")), []
-    for task in dict.fromkeys(unit["task"] for unit in rows[0]["units"]):
-        found = [[unit["found"] for unit in row["units"] if unit["task"] == task] for row in rows]
-        cells.append([f"`{task}`", *(f"{100 * sum(x) / len(x):.0f}" for x in found)])
-    return markdown(["task", *(row["label"] for row in rows)], cells)
-
-
 def recipes(name: str) -> str:
     """What `kvcli tune` found at the loss of a method: bits of codes of keys and values, of the whole cache, and KL."""
     cells = []
@@ -150,7 +141,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(SUITES, measured),
     **{f"generated-{model}": measured for model in MODELS},
     **{f"{suite}-{model}": answered for suite in ("ruler", "tools", "code") for model in MODELS},
-    **{f"ruler-{model}-tasks": by_task for model in MODELS},
     **{f"tune-{model}": recipes for model in MODELS},
     "positions-qwen2.5-coder-1.5b": by_position,
     "pages-h100": pages,
