@@ -120,7 +120,7 @@ BUDGET = {
     "kernels": 974,  # where tiles of tokens lie in pages
     "methods": 10526,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
-    "report": 868,  # tables, of which docs had a third; charts; what files hold; records of others
+    "report": 889,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1468,  # a server of the OpenAI API
     "seam": 1592,  # rotations by constants return at once
     "storage": 636,

@@ -134,16 +134,19 @@ def loss_by_layer(rows: Records) -> list[Chart]:
     return [Chart("Loss when one layer alone is compressed", data, 260, encoding, marks, wide=True)]
 
 
-def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[str, Any]]) -> Chart:
-    """A map of shares, fields `share` and `text`, by two fields with their titles."""
-    bare = {"labelAngle": 0, "domain": False, "ticks": False}
+def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[str, Any]], wide: bool = False) -> Chart:
+    """A map of shares, fields `share` and `text`, by two fields with their titles; long names where it is `wide`."""
+    bare = {"labelAngle": -90 * wide, "domain": False, "ticks": False}
     opacity = _x("share", scale={"domain": [0, 1], "range": [0, 0.85]}, legend=None)
-    encoding = {"x": _x(*x, "ordinal", sort=None, axis=bare), "y": _x(*y, "ordinal", sort=None, axis=bare)}
+    encoding = {
+        "x": _x(*x, "ordinal", sort=None, axis=bare),
+        "y": _x(*y, "ordinal", sort=None, axis={**bare, "labelAngle": 0}),
+    }
     layers = [
         _layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
         _layer("text", encoding={"text": {"field": "text"}}),
     ]
-    return Chart(title, cells, 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}), encoding, layers)
+    return Chart(title, cells, 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}), encoding, layers, wide)
 
 
 def needles(rows: Records) -> list[Chart]:
@@ -172,6 +175,17 @@ def quotations(rows: Records) -> list[Chart]:
             cells.append({"name": name, "distance": f"{distance}", "share": quoted / words, "text": text})
     title = f"Words quoted of {rows[0]['units'][0]['words']} before the first wrong one"
     return [grid(title, ("distance", "words between"), ("name", ""), cells)]
+
+
+def by_task(rows: Records) -> list[Chart]:
+    """Share of RULER's answers that were found, by task and method, all lengths together."""
+    cells = []
+    for name, row in named(rows):
+        for task in dict.fromkeys(unit["task"] for unit in row["units"]):
+            found = [unit["found"] for unit in row["units"] if unit["task"] == task]
+            share = sum(found) / len(found)
+            cells.append({"name": name, "task": task, "share": share, "text": f"{100 * share:.0f}"})
+    return [*figures(rows), grid("Answers found, %", ("task", ""), ("name", ""), cells, wide=True)]
 
 
 def figures(rows: Records) -> list[Chart]:
@@ -215,7 +229,14 @@ def capacity(rows: Records) -> list[Chart]:
 
 CHARTS: dict[str, Callable[[Records], list[Chart]]] = {
     **dict.fromkeys(EVAL_SUITES, figures),
-    **{"kl": loss_by_size, "layers": loss_by_layer, "needle": needles, "recall": quotations, "memory": capacity},
+    **{
+        "kl": loss_by_size,
+        "layers": loss_by_layer,
+        "needle": needles,
+        "recall": quotations,
+        "ruler": by_task,
+        "memory": capacity,
+    },
 }
 """By suite; others have `times`."""
 

@@ -22,7 +22,7 @@ from test_suites import KIVI, SIZES
 
 from kvcli._version import __version__
 from kvcli.models import LoadedModel
-from kvcli.report.page import capacity, loss_by_size
+from kvcli.report.page import by_task, capacity, loss_by_size
 from kvcli.report.tables import Row, answers, named, read, sections
 from kvcli.storage.atomic import append_record
 
@@ -67,6 +67,19 @@ def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committe
     assert "first token, new prompt, 16 x 4K tokens" in text  # longer ones run into the next chart
     assert "<span>--method</span>" in text  # a line does not end within an option
     assert len(text.encode()) < 2 * 2**20
+
+
+def test_ruler_is_a_map_by_task_above_a_folded_table(repo_root: Path) -> None:
+    file = repo_root / "docs" / "results" / "ruler-qwen2.5-coder-1.5b.jsonl"
+    rows = read(file)
+    shown = {(x["name"], x["task"]): x["text"] for x in by_task(rows)[-1].data}
+    assert len(shown) == len(rows) * 10
+    units = next(row for row in rows if row["label"] == "kivi-2")["units"]
+    found = [unit["found"] for unit in units if unit["task"] == "niah_multikey_2"]
+    assert shown["kivi-2", "niah_multikey_2"] == f"{100 * sum(found) / len(found):.0f}" == "50"
+    text = page(file)
+    assert re.findall(r"<summary>(.*?)</summary>", text) == [f"{len(rows) * 11} rows"]
+    assert text.count(">niah_multikey_2</text>") == 2  # on a phone and a desk
 
 
 def test_a_page_loads_nothing_and_its_charts_have_the_colour_of_its_text(measured: Path) -> None:
