@@ -85,9 +85,15 @@ class Conversation:
             self.cache = self.session.new_cache()
             self.say(f"the conversation is read again from its start: {error}")
         self._length = None
-        how: dict[str, Any] = {"seed": self.seed, "write": write, "prefill_chunk": self.prefill_chunk}
         generation, generated = generate_text(
-            self.loaded, self.session, rendered.ids, self.sampling, cache=self.cache, **how
+            self.loaded,
+            self.session,
+            rendered.ids,
+            self.sampling,
+            seed=self.seed,
+            write=write,
+            cache=self.cache,
+            prefill_chunk=self.prefill_chunk,
         )
         sequences, stops = generated.sequences.cpu(), stop_tokens(self.session.model, None, None)[0]
         has_stop = int(sequences[0, -1]) in stops  # the template ends a reply itself

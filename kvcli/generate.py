@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from kvcli.attention.generation import Generated, SamplingConfig, prefill
+from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.checkpoint import quiet_transformers
@@ -124,7 +124,9 @@ def generate_text(
     seed: int = 0,
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
-    **options: Any,
+    mode: Mode | None = None,
+    prefill_chunk: int | None = None,
+    compile_layers: bool | str = False,
 ) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
 
@@ -135,7 +137,7 @@ def generate_text(
         ids: prompt, int64 [1, time].
         write: called with pieces of text as they are finished.
         cache: whose tokens are the first of the prompt; default: a new one.
-        options: `mode`, `prefill_chunk` and `compile_layers` of `Session.generate`.
+        mode, prefill_chunk, compile_layers: see `Session.generate`.
     """
     stream = _Stream(loaded.tokenizer, write)
     torch.manual_seed(seed)
@@ -143,8 +145,15 @@ def generate_text(
     started = time.perf_counter()
     with quiet_transformers():
         stream.put(ids[0].cpu())
-        shown = {"on_tokens": stream.put_all, **options}
-        generated = session.generate(ids, sampling=sampling, past_key_values=cache, **shown)
+        generated = session.generate(
+            ids,
+            sampling=sampling,
+            past_key_values=cache,
+            prefill_chunk=prefill_chunk,
+            mode=mode,
+            compile_layers=compile_layers,
+            on_tokens=stream.put_all,
+        )
         stream.end()
     times = stream.times
     spread = times[-1] - times[0]

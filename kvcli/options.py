@@ -108,9 +108,15 @@ class ModelOptions(ComputeOptions):
 
         several = self.device == AUTO_DEVICE and self.takes_several_gpus and "LOCAL_RANK" not in os.environ
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        how: dict[str, Any] = {"device": AUTO_DEVICE if several else self.torch_device(), "dtype": dtype}
-        how |= {"base_config": self.base_config, "revision": self.model_revision}
-        return models.load_model(self.model, **how, say=output.say, progress=output.progress)
+        return models.load_model(
+            self.model,
+            device=AUTO_DEVICE if several else self.torch_device(),
+            dtype=dtype,
+            base_config=self.base_config,
+            revision=self.model_revision,
+            say=output.say,
+            progress=output.progress,
+        )
 
 
 def read_yaml(path: str | Path) -> Any:

@@ -255,5 +255,13 @@ class ModelBench:
 
     def _run(self, session: Session | None, batch: int, context: int, new_tokens: int) -> ModelRun:
         ids = random_prompt(self.model, batch, context, self.seed)
-        how: dict[str, Any] = {"fill_middle": self.fill_middle, "mode": self.mode, "backend": self.backend}
-        return run_model(self.model, session, ids, new_tokens, self.prefill_chunk, **how)
+        return run_model(
+            self.model,
+            session,
+            ids,
+            new_tokens,
+            self.prefill_chunk,
+            fill_middle=self.fill_middle,
+            mode=self.mode,
+            backend=self.backend,
+        )

@@ -83,9 +83,18 @@ def run(options: GenerateOptions, output: Output) -> None:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        how: dict[str, Any] = {"seed": options.seed, "write": output.write, "prefill_chunk": options.prefill_chunk}
-        how |= {"mode": None if options.decode == "auto" else options.decode, "compile_layers": options.compile}
-        generation, _ = generate_text(loaded, session, ids, options.sampling(), cache=cache, **how)
+        generation, _ = generate_text(
+            loaded,
+            session,
+            ids,
+            options.sampling(),
+            seed=options.seed,
+            write=output.write,
+            cache=cache,
+            mode=None if options.decode == "auto" else options.decode,
+            prefill_chunk=options.prefill_chunk,
+            compile_layers=options.compile,
+        )
         method = method_name(session.method.name, dict(session.config))
     output.write("\n")
     if generation.new_tokens == 1 and not generation.text:

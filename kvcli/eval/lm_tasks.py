@@ -95,8 +95,10 @@ class CachedModel(TemplateLM):
                 return any(end in text for end in ends)
 
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :] or [self.prefix_token_id]
-            how: dict[str, Any] = {"chunk": self.chunk, "stop": end_tokens(self.loaded), "done": done}
-            tokens, self.last_cache = greedy(self.loaded, self.new_cache, [ids], limit, **how)
+            stop = end_tokens(self.loaded)
+            tokens, self.last_cache = greedy(
+                self.loaded, self.new_cache, [ids], limit, chunk=self.chunk, stop=stop, done=done
+            )
             text = self.tokenizer.decode(tokens)
             texts.append(text[: min((text.find(end) for end in ends if end in text), default=len(text))])
         return texts
