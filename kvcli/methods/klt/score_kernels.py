@@ -198,7 +198,8 @@ def _score_tokens(
         p_head, p_gain, table, begin, begin + o_n, low, high, num_bytes, p_page, p_time, g_page, g_time,
         PLANES, W, BLOCK_W, PAGE,
     )  # fmt: skip
-    for tile in range(first // TILE, tl.cdiv(last, TILE)):
+    # an empty split reads no tile: those after the last token are not written
+    for tile in range(first // TILE, tl.cdiv(last, TILE) * (high > low)):
         at_tile = at_query + (tile - start // TILE) * rows
         b_qs = ()
         for f in tl.static_range(_BANDS):
