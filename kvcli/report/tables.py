@@ -59,7 +59,7 @@ MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
 
 
 SIDE_BY_SIDE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "attention": ("context", ("p50 us",), ("bits", "x SDPA", "GB/s")),
+    "attention": ("context", ("p50 us",), ("bits", "x SDPA", "x fastest", "GB/s")),
     "generate": ("context", ("tok/s", "x tok/s"), ()),
     "chunks": ("dtype", ("ms", "fp16 = 1", "DynamicCache = 1", "ordinary passes ms"), ()),
 }
@@ -75,14 +75,11 @@ class Section:
     """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know."""
 
     suite: str
+    title: str
     rows: Records
     table: DataTable
     commands: Sequence[str]
     notes: Sequence[str]
-
-    @property
-    def title(self) -> str:
-        return f"{self.suite}: {self.rows[0].get('model', self.rows[0].get('shape'))}"
 
     @property
     def about(self) -> str:
@@ -123,9 +120,10 @@ def sections(rows: Records) -> list[Section]:
         for row in rows:
             suite = str(row["suite"])
             groups.setdefault(repr(_group(row)), []).append(row)
-        for group in groups.values():
-            suite = str(group[0]["suite"])
-            made.append(Section(suite, group, table(suite, group), _commands(group), _notes(group)))
+        kinds = [_group(group[0]) for group in groups.values()]
+        for group, kind in zip(groups.values(), kinds, strict=True):
+            suite, title = str(group[0]["suite"]), _title(kind, kinds)
+            made.append(Section(suite, title, group, table(suite, group), _commands(group), _notes(group)))
     except UNFIT as error:
         raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
     return made
@@ -182,7 +180,7 @@ def side_by_side(rows: Records, made: DataTable) -> DataTable:
         failed = dict.fromkeys((*each, *of_last), str(row["status"]))
         shown.setdefault(cells[0], {})[row[field]] = found if row["status"] == "ok" else failed
     places = [(f"{tokens(x) if field == 'context' else x}, {column}", x, column) for column in each for x in values]
-    places += [(column, values[-1], column) for column in of_last]
+    places += [(column, values[-1], column) for column in of_last if column in made.columns]
     lines = [[name, *(found.get(x, {}).get(column, "") for _, x, column in places)] for name, found in shown.items()]
     return DataTable(made.title, ["method", *(heading for heading, *_ in places)], lines)
 
@@ -242,11 +240,22 @@ def _suite(name: str) -> Suite:
     return suite
 
 
-def _group(row: Row) -> list[Any]:
-    suite, of = row["suite"], row.get("model", row.get("shape"))
-    if suite in EVAL_SUITES:
-        return [suite, of, *sorted((x, y) for x, y in row["options"].items() if x not in _ELSEWHERE)]
-    return [suite, of, row.get("weights"), machine(row), row["batch"] if suite in ("attention", "generate") else None]
+def _group(row: Row) -> dict[str, Any]:
+    """What rows of one table have in common."""
+    of = {"suite": row["suite"], "of": row.get("model", row.get("shape"))}
+    if row["suite"] in EVAL_SUITES:
+        return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in _ELSEWHERE}}
+    batch = row["batch"] if row["suite"] in ("attention", "generate") else None
+    compiled = (row.get("options") or {}).get("compile")
+    return {**of, "weights": row.get("weights"), "on": machine(row), "batch": batch, "compile": compiled}
+
+
+def _title(kind: Row, kinds: Records) -> str:
+    """The suite and the model, and what tells the section from others of the same."""
+    others = [x for x in kinds if (x["suite"], x["of"]) == (kind["suite"], kind["of"])]
+    apart = {x.replace("_", "-"): y for x, y in kind.items() if y and any(other.get(x) != y for other in others)}
+    words = (x if y is True else f"{x} {' '.join(map(str, y)) if isinstance(y, list) else y}" for x, y in apart.items())
+    return ", ".join((f"{kind['suite']}: {kind['of']}", *words))
 
 
 def machine(row: Row) -> str:
@@ -271,6 +280,8 @@ def _notes(rows: Records) -> list[str]:
         for row in rows
         if row.get("machine")
     )
+    if first["suite"] in BENCH_SUITES and len({repr(row.get("options")) for row in rows}) > 1:
+        notes.append("Rows of several runs: each is compared with fp16 of its own run, which may not be the one shown.")
     if len({row.get("protocol") for row in rows}) > 1:
         notes.append("These rows were not all measured on the very same tokens: small differences mean nothing.")
     if prints := {str(row["fingerprint"]) for row in rows if "fingerprint" in row} - {first.get("fingerprint")}:
