@@ -112,10 +112,10 @@ BUDGET = {
     "attention": 2540,  # codecs of a model that is not loaded by transformers
     "bench": 3151,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
-    "calibrate": 1423,  # blocks of logits by vocabulary
+    "calibrate": 1424,  # blocks of logits by vocabulary
     "cli": 4280,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
-    "eval": 2910,  # rows without gradients, options that differ by name
+    "eval": 2912,  # rows without gradients, options that differ by name
     "integrations": 2446,  # the backend of vLLM; pages that both engines share
     "kernels": 974,  # where tiles of tokens lie in pages
     "methods": 10527,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals

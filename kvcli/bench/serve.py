@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
+from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, Row, WholeModelOptions, bench_table, run_row
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.errors import KvcliError, UsageError
 from kvcli.progress import Reporter
@@ -56,7 +56,7 @@ class ServeBenchOptions(WholeModelOptions):
 
     prompt_tokens: int = Field(default=1024, ge=256, le=2**24, description="length of each client's prompt")
     new_tokens: int = Field(default=32, ge=2, le=2**16, description="tokens of an answer")
-    clients: list[int] = Field(default=[1, 4, 16], description="clients at once; repeatable")
+    clients: Lengths = Field(default=[1, 4, 16], description="clients at once; repeatable")
     max_batch: int = Field(default=16, ge=1, description="waiting requests that are decoded together at most")
 
 

@@ -216,6 +216,7 @@ def token_sequences(
         if len(tokens) >= num_tokens:
             break
     if len(tokens) < seq_len:
-        raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}; give more text")
+        short = f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}"
+        raise CorpusError(f"{short}; give more text, or a lower --seq-len or --prompt-tokens")
     count = min(num_sequences, len(tokens) // seq_len)
     return torch.frombuffer(tokens, dtype=torch.int64)[: count * seq_len].view(count, seq_len)

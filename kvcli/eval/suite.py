@@ -98,6 +98,8 @@ class TextOptions(ModelOptions):
         from kvcli.calibrate.corpus import documents, token_sequences
 
         sequences = token_sequences(documents(self.corpus_config()), loaded.tokenizer, count, length)
+        if length > (limit := loaded.spec.max_position_embeddings):
+            reporter.warn(f"warning: {length} tokens are more than the {limit} that {self.model} was trained on")
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")
         return sequences

@@ -191,6 +191,7 @@ WRONG = {
     "--suite generate --layers 2": "--random-weights",
     "--suite generate --prompt-tokens 0": "--prompt-tokens",
     "--suite memory": "needs a GPU",
+    "--suite serve --clients 0": "--clients: Input should be greater than or equal to 1",
     f"--contexts {HUGE}": "--contexts: Input should be less than or equal to 2147483647",
     f"--batches {HUGE}": "numbers from 1 to 2147483647",
     "--suite generate --random-weights tiny --decode graphs": "CUDA graphs need a GPU",

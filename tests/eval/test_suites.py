@@ -181,3 +181,10 @@ def test_tasks_without_lm_eval_say_what_to_install(command_model: LoadedModel, m
     done = invoke("--suite", "tasks", "--tasks", "x", "--method", "kivi-2")
     assert done.exit_code == 2
     assert "pip install 'kvcli[eval]'" in done.stderr
+
+
+def test_sequences_beyond_the_positions_of_the_model_are_said(command_model: LoadedModel) -> None:
+    limit = command_model.spec.max_position_embeddings
+    for beyond in (0, 1):
+        said = invoke("kl", *KIVI, "--num-sequences", "1", "--seq-len", str(limit + beyond)).stderr
+        assert (f"warning: {limit + 1} tokens are more than the {limit}" in said) == bool(beyond)
