@@ -47,7 +47,7 @@ def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> No
 def test_docs_stay_short(repo_root: Path) -> None:
     """But for the help of the commands, which is generated."""
     pages = {*(repo_root / "docs").glob("*.md")} - {repo_root / "docs" / "cli.md"}
-    assert sum(len(page.read_text().split()) for page in pages) <= 36_738
+    assert sum(len(page.read_text().split()) for page in pages) <= 36_769
 
 
 def test_every_error_and_exit_code_is_explained(repo_root: Path) -> None:
