@@ -80,6 +80,25 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
     assert_same(fused, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("kivi-2", [544, 320]), ("qjl", [517, 300]), ("klt-3", [517, 300]), ("commvq-2", [517, 300])]
+)
+def test_what_no_kernel_wrote_is_not_multiplied(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter tells of it, if it is an infinity; a sequence of few tokens has splits without one."""
+    empty = torch.empty
+
+    def infinite(*args: Any, **options: Any) -> torch.Tensor:
+        x = empty(*args, **options)
+        return x.fill_(torch.inf) if x.is_floating_point() else x
+
+    method, codec = make_codec(name, 4, 2, 64)
+    part = make_part(codec, 4, 2, lengths[0], lengths)
+    query = torch.randn(2, 4, 1, 64, device=DEVICE).half()
+    monkeypatch.setattr(torch, "empty", infinite)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 0.125)
+    assert_same(fused, reference_attend(codec, query.float(), part, 0.125), torch.float16)
+
+
 @pytest.mark.parametrize("entries", [(127, -127), (-127, 127), (127, 127), (-127, -127)], ids=str)
 @pytest.mark.parametrize("stages", [26, MAX_STAGES, MAX_STAGES + 1])
 def test_sums_of_the_largest_codewords(stages: int, entries: tuple[int, int]) -> None:
