@@ -115,7 +115,7 @@ BUDGET = {
     "calibrate": 1424,  # blocks of logits by vocabulary
     "cli": 4280,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor; tune
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
-    "eval": 2912,  # rows without gradients, options that differ by name
+    "eval": 2918,  # rows without gradients, options that differ by name
     "integrations": 2446,  # the backend of vLLM; pages that both engines share
     "kernels": 974,  # where tiles of tokens lie in pages
     "methods": 10527,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals

@@ -98,11 +98,16 @@ class TextOptions(ModelOptions):
         from kvcli.calibrate.corpus import documents, token_sequences
 
         sequences = token_sequences(documents(self.corpus_config()), loaded.tokenizer, count, length)
-        if length > (limit := loaded.spec.max_position_embeddings):
-            reporter.warn(f"warning: {length} tokens are more than the {limit} that {self.model} was trained on")
+        warn_beyond_positions(loaded, length, reporter)
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")
         return sequences
+
+
+def warn_beyond_positions(loaded: LoadedModel, length: int, reporter: Reporter) -> None:
+    """Says that so many tokens are more than the positions that the model was trained on, if they are."""
+    if length > (limit := loaded.spec.max_position_embeddings):
+        reporter.warn(f"warning: {length} tokens are more than the {limit} that {loaded.name} was trained on")
 
 
 class CorpusOptions(EvalOptions, TextOptions):
@@ -230,6 +235,7 @@ class EvalRun(Run):
             if case.artifact is not None:
                 name = parse_name(case.method)[0]
                 Artifact.load(case.artifact).check_model(loaded.spec, loaded.fingerprint, name)
+        warn_beyond_positions(loaded, max(getattr(options, "contexts", [0])), reporter)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)
         shared = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -182,9 +183,11 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
 
     fake = SimpleNamespace(impl="fake", attend_codes=attend)
     monkeypatch.setattr(layer, "choose_backend", lambda *_: fake)
-    monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: make_run(1.0, 1.0))
+    run = replace(make_run(1.0, 1.0), note="slow")
+    monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: run)
     fp16, commvq = generate(model, "commvq-2")
     assert [(row.status, row.impl) for row in (fp16, commvq)] == [("ok", "sdpa"), ("mismatch", "fake")]
+    assert fp16.note == "slow"
     assert commvq.lse_error == pytest.approx(0.1, abs=1e-4)
     assert commvq.prefill_ms is commvq.tokens_per_s is commvq.rate_ratio is None
 

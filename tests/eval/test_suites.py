@@ -188,3 +188,5 @@ def test_sequences_beyond_the_positions_of_the_model_are_said(command_model: Loa
     for beyond in (0, 1):
         said = invoke("kl", *KIVI, "--num-sequences", "1", "--seq-len", str(limit + beyond)).stderr
         assert (f"tokens are more than the {limit}" in said) == bool(beyond)
+        needle = ("needle", *KIVI, "--contexts", str(limit + beyond), "--num-prompts", "1", "--depths", "50")
+        assert (f"tokens are more than the {limit}" in invoke(*needle).stderr) == bool(beyond)
