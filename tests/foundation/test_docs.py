@@ -44,10 +44,14 @@ def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> No
             assert not anchor or anchor in _anchors(target), f"{page.name}: {name}#{anchor}"
 
 
+MAX_WORDS = 36_769
+"""Docs and cap do not rise in one commit, as lines in `test_foundation.py`."""
+
+
 def test_docs_stay_short(repo_root: Path) -> None:
     """But for the help of the commands, which is generated."""
     pages = {*(repo_root / "docs").glob("*.md")} - {repo_root / "docs" / "cli.md"}
-    assert sum(len(page.read_text().split()) for page in pages) <= 36_769
+    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
 
 
 def test_every_error_and_exit_code_is_explained(repo_root: Path) -> None:
