@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).resolve().parent / "fitted"
 
 def model_folder(model: str, *parts: str) -> Path:
     """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
-    return RUNS.joinpath(Path(model.rstrip("/")).name.removesuffix(".gguf").lower(), *parts)
+    return RUNS.joinpath(Path(model).name.removesuffix(".gguf").lower().strip(".") or "model", *parts)
 
 
 def newest_shards() -> list[Path]:

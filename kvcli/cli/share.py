@@ -9,7 +9,7 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,13 @@ from kvcli.storage.atomic import file_record, replacing
 from kvcli.tables import DataTable
 
 SUMS, CARD, METADATA = "SHA256SUMS", "README.md", "kvcli.json"
-_SUM = re.compile(r"([0-9a-f]{64})  ([^/\\.][^/\\]*)")
+_SUM = re.compile(r"([0-9a-f]{64})  (\w[\w .+=@,-]*)")
+_SUFFIXES = {"recipe": (".yaml", ".yml"), "context": (".safetensors",), "records": (".json", ".jsonl")}
+"""By kind, of the one file that is shared; an artifact is two."""
+
+_LIST_BYTES = 4096
+_SECONDS = 10.0
+"""How long a server may be silent."""
 
 
 class PushOptions(Options):
@@ -54,24 +60,29 @@ def push(options: PushOptions, output: Output) -> None:
     if options.path is None or options.target is None:
         raise UsageError("name what to push and where to: kvcli push PATH OWNER/NAME")
     path, place, facts = options.path, options.target, describe(options.path)
+    folder = _folder(place)
     kind, model = facts["kind"], facts.get("provenance", {}).get("model") or ""
     if kind != "artifact" and not path.is_file():
         raise UsageError(f"{path} is neither an artifact nor a file; 'kvcli contexts export' makes one of a context")
+    _check_name(path.name, kind)
     named = {name: path / name for name in (WEIGHTS, METADATA)} if kind == "artifact" else {path.name: path}
     about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
     text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n{about}"
     card = path / CARD if kind == "artifact" else text.encode()
     sums = "".join(f"{file_record(file)['sha256']}  {name}\n" for name, file in named.items()).encode()
     files: dict[str, Path | bytes] = {**named, SUMS: sums}
-    if (folder := Path(place).expanduser()).is_dir():
+    if folder is not None:
+        _check_free(folder / SUMS, named)
         for name, content in (files if (folder / CARD).exists() else {CARD: card, **files}).items():
             _write(content, folder / name)
     else:
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 
         with _naming(place):
             api = HfApi()
             api.create_repo(place, private=not options.public, exist_ok=True)
+            if api.file_exists(place, SUMS):
+                _check_free(Path(hf_hub_download(place, SUMS)), named)
             files |= {} if api.file_exists(place, CARD) else {CARD: card}
             added = [CommitOperationAdd(name, content) for name, content in files.items()]
             place += f"@{api.create_commit(place, added, commit_message=f'kvcli push {path.name}').oid}"
@@ -80,53 +91,115 @@ def push(options: PushOptions, output: Output) -> None:
 
 
 def pull(options: PullOptions, output: Output) -> None:
-    """Get what 'kvcli push' shared; every file is compared with its checksum before it is used."""
+    """Get what 'kvcli push' shared: an artifact, or one recipe, context or file of records, and nothing else.
+
+    Every file is compared with its checksum and read before one is written.
+    """
     from kvcli.report.facts import describe
 
     if options.source is None:
         raise UsageError("name what to pull: kvcli pull OWNER/NAME@COMMIT")
     with tempfile.TemporaryDirectory() as scratch:
         with _naming(options.source):
-            place, digest, files = _fetched(options.source, options.sha256, scratch)
+            place, digest, files = _fetched(options.source, options.sha256, scratch, output)
+        name, path = next(iter(files.items()))
+        facts = describe(path.parent if METADATA in files else path)
+        _check_name(name, kind := facts["kind"])
         folder = options.out or Path()
-        if METADATA in files and options.out is None:
-            model = describe(files[METADATA].parent)["provenance"]["model"]
-            folder = model_folder(model, Path(place.partition("@")[0]).name)
+        if kind == "artifact" and options.out is None:
+            folder = model_folder(facts["provenance"]["model"], facts["method"])
         folder.mkdir(parents=True, exist_ok=True)
         there = [(folder / name, path) for name, path in files.items() if (folder / name).exists()]
         if other := [old for old, new in there if file_record(old) != file_record(new)]:
             raise UsageError(f"{other[0]} is there with other content; name another folder with --out")
         for name, path in files.items():
             _write(path, folder / name)
-    told = folder if METADATA in files else folder / name
-    record = {"place": place, "sha256": digest, "kind": describe(told)["kind"], "path": str(told)}
-    follow = ["kvcli", "generate", "--recipe", str(told)] if record["kind"] == "recipe" else generate_with(str(told))
-    output.result(record, str(told), follow or ["kvcli", "inspect", str(told)])
+    told = str(folder if kind == "artifact" else folder / name)
+    record = {"place": place, "sha256": digest, "kind": kind, "path": told}
+    follow = ["kvcli", "generate", "--recipe", told] if kind == "recipe" else generate_with(told)
+    output.result(record, told, follow or ["kvcli", "inspect", told])
 
 
-def _fetched(source: str, digest: str | None, scratch: str) -> tuple[str, str, dict[str, Path]]:
+def _folder(place: str) -> Path | None:
+    """The folder of that name, None for OWNER/NAME on the hub; UsageError: neither."""
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1:
+        raise UsageError(f"there is no folder '{place}', and it is no OWNER/NAME on the hub")
+    return None
+
+
+def _check_name(name: str, kind: str) -> None:
+    """UsageError: the file of something that is not shared, or whose name does not say what it is."""
+    suffixes = _SUFFIXES.get(kind, ())
+    if kind != "artifact" and not (name.endswith(suffixes) and _SUM.fullmatch(f"{'0' * 64}  {name}")):
+        raise UsageError(f"'{name}' is no name for {kind} to share: letters and digits, then {' or '.join(suffixes)}")
+
+
+def _check_free(sums: Path, named: Collection[str]) -> None:
+    """UsageError: a list of checksums, if it is there, names other files than these."""
+    listed = map(_SUM.fullmatch, sums.read_text(errors="replace").splitlines() if sums.is_file() else ())
+    if others := [match[2] for match in listed if match and match[2] not in named]:
+        raise UsageError(f"{others[0]} was pushed there, and would stay; name another place")
+
+
+def _fetched(source: str, digest: str | None, scratch: str, output: Output) -> tuple[str, str, dict[str, Path]]:
     """Where the source is, with its commit, its digest, and its files by name, whose checksums are right."""
-    from urllib.request import urlretrieve
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    from huggingface_hub import HfApi, hf_hub_download
+    from kvcli.artifact.metadata import WEIGHTS
 
-    (repo, _, revision), folder, url = source.partition("@"), Path(source).expanduser(), "://" in source
-    commit = "" if url or folder.is_dir() else str(HfApi().repo_info(repo, revision=revision or None).sha)
+    (repo, _, revision), url = source.partition("@"), source.startswith(("http://", "https://"))
+    folder = None if url else _folder(source)
+    commit = "" if url or folder else str(HfApi().repo_info(repo, revision=revision or None, timeout=_SECONDS).sha)
+    free = shutil.disk_usage(scratch).free
 
-    def fetch(name: str) -> Path:
-        if commit:
-            return Path(hf_hub_download(repo, name, revision=commit))
-        return Path(urlretrieve(f"{source}/{name}", Path(scratch, name))[0]) if url else folder / name
+    def fetch(name: str, most: int = free) -> Path:
+        if url:
+            return _download(f"{source}/{name}", Path(scratch, name), most, output)
+        if folder is not None:
+            path = folder / name
+            size = file_record(path)["bytes"]
+        else:
+            size = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit), timeout=_SECONDS).size
+        _check_size(name, size, most)
+        return path if folder is not None else Path(hf_hub_download(repo, name, revision=commit))
 
-    sums, files = fetch(SUMS).read_bytes(), {}
+    sums, files = fetch(SUMS, _LIST_BYTES).read_bytes(), {}
     if (found := hashlib.sha256(sums).hexdigest()) != (digest or found):
         raise KvcliError(f"{source} has the digest {found}, not {digest}")
-    for line in sums.decode(errors="replace").splitlines() or [""]:
-        match = _SUM.fullmatch(line)
-        if match is None or file_record(path := fetch(match[2]))["sha256"] != match[1]:
-            raise KvcliError(f"{line[66:] or SUMS} of {source} is damaged; 'hf cache rm' removes a copy of the hub")
-        files[match[2]] = path
+    listed = {match[2]: match[1] for x in sums.decode(errors="replace").splitlines() if (match := _SUM.fullmatch(x))}
+    if len(listed) != sums.count(b"\n") or not listed:
+        raise KvcliError(f"{SUMS} of {source} is damaged")
+    if len(listed) > 1 and listed.keys() != {WEIGHTS, METADATA}:
+        raise KvcliError(f"{source} lists {len(listed)} files that are no artifact: 'kvcli push' shares one or a file")
+    for name, checksum in listed.items():
+        files[name] = fetch(name)
+        if file_record(files[name])["sha256"] != checksum:
+            hint = "; 'hf cache rm' removes a copy of the hub" if commit else ""
+            raise KvcliError(f"{name} of {source} is damaged{hint}")
     return f"{repo}@{commit}" if commit else source, found, files
+
+
+def _download(url: str, path: Path, most: int, output: Output) -> Path:
+    """Gets a file of as many bytes as the server says first."""
+    from huggingface_hub import get_session
+
+    plain = {"Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=plain, timeout=_SECONDS) as answer, path.open("wb") as file:
+        answer.raise_for_status()
+        _check_size(path.name, size := int(answer.headers.get("Content-Length", 0)), most)
+        with output.progress(f"download {path.name}", size, "B") as advance:
+            for block in answer.iter_raw():
+                advance(file.write(block))
+                _check_size(path.name, file.tell(), size)
+    return path
+
+
+def _check_size(name: str, size: int | None, most: int) -> None:
+    if not size or size > most:
+        raise KvcliError(f"{name} has {size or 'no known number of'} bytes; {most} at most are taken here")
 
 
 def _write(content: Path | bytes, path: Path) -> None:

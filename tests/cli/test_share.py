@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from loopback_hub import Hub, loopback_hub
 
 from kvcli.artifact import Artifact
 from kvcli.artifact.metadata import front_matter
+from kvcli.cli import share
 from kvcli.recipe import Recipe
 
 REPO = "me/commvq-2"
@@ -116,9 +119,67 @@ def test_folders_and_urls_work_as_well(artifact: Path, hub: Hub) -> None:
     assert (place, (Path("shared") / "README.md").read_text()) == ("shared", "mine")
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd="shared", check=True)
     push(artifact)
-    for place in ("shared", Path("shared").absolute().as_uri(), f"{constants.ENDPOINT}/{REPO}/resolve/main"):
+    for place in ("shared", f"{constants.ENDPOINT}/{REPO}/resolve/main"):
         assert same_files(artifact, pull(place, "--sha256", digest, "--out", f"from-{place[:4]}"), *NAMES)
-    assert "nowhere: " in refused("pull", Path("nowhere").absolute().as_uri(), code=1)
+    assert "404" in refused("pull", f"{constants.ENDPOINT}/{REPO}/nowhere", code=1)
+    assert pull("shared") == Path("runs/tiny/commvq-2")  # whatever the folder is called
+
+
+def shared_list(text: str) -> None:
+    """Files of this folder listed in `shared`, with their checksums: those that the text names."""
+    Path("shared").mkdir(exist_ok=True)
+    lines = []
+    for name in text.split(","):
+        shutil.copy(name, "shared")
+        lines.append(f"{hashlib.sha256(Path(name).read_bytes()).hexdigest()}  {name}\n")
+    Path("shared/SHA256SUMS").write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("notes.py", "holds no records"),
+        ("context.py", "no name for context"),
+        ("c.safetensors,notes.py", "lists 2 files"),
+        ("codec.safetensors,kvcli.json,notes.py", "lists 3 files"),
+    ],
+)
+def test_nothing_else_than_what_kvcli_shares_is_written(artifact: Path, names: str, says: str) -> None:
+    for name in NAMES:
+        shutil.copy(artifact / name, name)
+    Path("notes.py").write_text("A note.\n")
+    compressed("--method", "fp16")
+    shutil.copy("c.safetensors", "context.py")
+    shared_list(names)
+    assert says in result("pull", "shared", "--out", "o", exit_code=2 if "," not in names else 1).stderr
+    assert not Path("o").exists()
+
+
+def test_a_server_is_believed_no_length_and_not_waited_for(
+    hub: Hub, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, _ = push(artifact)
+    url, files = f"{constants.ENDPOINT}/{REPO}/resolve/main", hub.found(REPO, "main")[1]  # type: ignore[index]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=len(files["kvcli.json"]) - 1))
+    for source in (url, place):
+        assert "at most are taken here" in refused("pull", source, "--out", "o", code=1)
+    files["SHA256SUMS"] *= 40
+    for source in (url, place):
+        assert "4096 at most" in refused("pull", source, "--out", "o", code=1)
+    monkeypatch.setattr(share, "_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        assert "timed out" in refused("pull", f"http://127.0.0.1:{port}", "--out", "o", code=1)
+    assert not Path("o").exists()
+
+
+def test_a_place_of_one_push_takes_no_other_files(artifact: Path, tiny: Any, hub: Hub) -> None:
+    Path("shared").mkdir()
+    compressed("--method", "fp16")
+    for place in ("shared", REPO):
+        push("c.safetensors", place)
+        assert "c.safetensors was pushed there" in refused("push", str(artifact), place)
+        push("c.safetensors", place)
 
 
 @pytest.mark.parametrize("damage", ["a byte", "the list", "a name", "no list"])
@@ -135,7 +196,9 @@ def test_what_is_damaged_is_not_used(artifact: Path, damage: str) -> None:
         shutil.copy(weights, "codec.safetensors")
         text = sums.read_text()
         sums.write_text(text[1:] if damage == "the list" else text.replace("  codec", "  ../codec"))
-    assert ("damaged" if damage != "no list" else "No such file") in refused("pull", "shared", "--out", "o", code=1)
+    said = refused("pull", "shared", "--out", "o", code=1)
+    assert ("damaged" if damage != "no list" else "No such file") in said
+    assert "hf cache" not in said  # no copy of the hub
     assert not Path("o").exists()
 
 
@@ -149,7 +212,9 @@ def test_what_cannot_be_shared_or_found_is_told(artifact: Path, hub: Hub, record
     assert "me/none is no folder here, and on the hub: " in refused("pull", "me/none", code=1)
     push(artifact)
     assert "Revision Not Found" in refused("pull", f"{REPO}@{'1' * 40}", code=1)
-    assert "Repo id must be" in refused("push", str(artifact), "a/b/c", code=1)
+    for place in ("a/b/c", "/no/folder", "./none", "none"):
+        assert f"there is no folder '{place}'" in refused("push", str(artifact), place)
+        assert f"there is no folder '{place}'" in refused("pull", place)
     hub.commits["me/empty"] = {"0" * 40: {}}
     assert "SHA256SUMS" in refused("pull", "me/empty", code=1)
 

@@ -12,8 +12,22 @@ from factories import make_model
 
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fingerprint import differs, fingerprint
+from kvcli.paths import model_folder
 from kvcli.registry import method_name, parse_name
 from kvcli.spec import ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("org/Model", "model"),
+        ("a/b.gguf", "b"),
+        ("x/", "x"),
+        *((x, "model") for x in ("..", ".", "a/..", "/", "...gguf")),
+    ],
+)
+def test_a_model_of_any_name_has_a_folder_below_runs(model: str, folder: str) -> None:
+    assert model_folder(model, "samples").parts == ("runs", folder, "samples")
 
 
 def bits(number: int) -> dict[str, int]:
