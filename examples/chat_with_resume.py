@@ -3,7 +3,7 @@
 import sys
 
 import kvcli
-from kvcli.chat import Conversation
+from kvcli.text.chat import Conversation
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 loaded = kvcli.load_model(model)

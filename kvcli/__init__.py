@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kvcli._version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.artifact import Artifact
+    from kvcli.artifact.artifact import Artifact
     from kvcli.attention.attach import attach
     from kvcli.attention.generation import Generated, SamplingConfig
     from kvcli.attention.session import Session
     from kvcli.cache.compressed import MemoryReport
     from kvcli.cache.context import Context
-    from kvcli.document import Document
-    from kvcli.models import load_model
+    from kvcli.models.load import load_model
+    from kvcli.text.document import Document
 
 __all__ = [
     "Artifact",
@@ -36,15 +36,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Artifact": "kvcli.artifact",
+    "Artifact": "kvcli.artifact.artifact",
     "Context": "kvcli.cache.context",
-    "Document": "kvcli.document",
+    "Document": "kvcli.text.document",
     "Generated": "kvcli.attention.generation",
     "MemoryReport": "kvcli.cache.compressed",
     "SamplingConfig": "kvcli.attention.generation",
     "Session": "kvcli.attention.session",
     "attach": "kvcli.attention.attach",
-    "load_model": "kvcli.models",
+    "load_model": "kvcli.models.load",
 }
 
 

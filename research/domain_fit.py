@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.calibrate.builtin_text import is_builtin
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, documents, token_sequences
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, CorpusError
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 
 def split_documents(source: str, split: str, seed: int) -> Iterator[str]:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import check_fitted
 from kvcli.attention.attach import attach, make_config
 from kvcli.calibrate.corpus import token_sequences
 from kvcli.errors import ArtifactError, ConfigError
 from kvcli.eval.quality import measure, reference_states
-from kvcli.fit import check_fitted
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.registry import parse_method
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import RunManifest, read_sealed, write_sealed

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
-from kvcli.options import ModelOptions, parse_settings
-from kvcli.paths import model_folder
+from kvcli.commands.options import ModelOptions, parse_settings
+from kvcli.commands.paths import model_folder
+from kvcli.commands.tables import DataTable
 from kvcli.registry import DEFAULT_METHOD, parse_method
-from kvcli.tables import DataTable
 
 
 class DomainsOptions(ModelOptions):
@@ -91,7 +91,7 @@ def choose_rows(options: DomainsOptions, fit_on: list[str]) -> list[Any]:
         UsageError: a method that does not exist or needs an artifact.
         ArtifactError: an artifact that cannot be read.
     """
-    from kvcli.artifact import Artifact
+    from kvcli.artifact.artifact import Artifact
     from kvcli.errors import UsageError
     from research.domain_matrix import Row
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.session import Session
 from kvcli.eval.quality import measure
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from research.paper_tables import Measurement, Row
 
 

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
+from kvcli.commands.options import ModelOptions
+from kvcli.commands.paths import newest_samples
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError, suggestion
-from kvcli.options import ModelOptions
-from kvcli.paths import newest_samples
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from research.paper_tables import PaperTable, Row
@@ -82,8 +82,8 @@ def _with_progress(rows: Iterator[dict[str, Any]], output: Output) -> Iterator[d
 
 
 def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
+    from kvcli.artifact.fit import split_samples
     from kvcli.calibrate.recording import Recording
-    from kvcli.fit import split_samples
     from research.paper_tables import LayerInputs
 
     recording = Recording(options.samples or newest_samples())

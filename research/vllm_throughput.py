@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.metadata import new_metadata
 from kvcli.bench.layer import MethodCase, randomize_
-from kvcli.bench.shapes import shape_config
+from kvcli.models.shapes import shape_config
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 

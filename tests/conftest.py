@@ -20,9 +20,9 @@ from fake_pip import FakePip
 from fast import FAST
 from passes import mask_of
 
-from kvcli import paths
-from kvcli.artifact import Artifact
-from kvcli.fit import assemble, fit_recording
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
+from kvcli.commands import paths
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 

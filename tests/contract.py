@@ -15,7 +15,7 @@ import torch
 from factories import clustered, make_spec, prompt_and_steps
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.methods.base import Codes
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from kvcli.cli.app import app
 from kvcli.cli.flags import SHARED_FLAGS
-from kvcli.tables import DataTable
+from kvcli.commands.tables import DataTable
 
 
 def commands(_: str) -> str:

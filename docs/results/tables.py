@@ -16,9 +16,9 @@ from typing import Any
 
 from command_pages import commands
 
+from kvcli.commands.tables import DataTable
 from kvcli.registry import BASELINE
 from kvcli.report.tables import table
-from kvcli.tables import DataTable
 
 FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]

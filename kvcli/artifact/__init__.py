@@ -5,10 +5,6 @@
     codec.safetensors   the state of every layer's codecs, `layers.L.key.*` and `layers.L.value.*`
     README.md           a model card, for people only
 
-`metadata` says what the files hold; `artifact`, how they are read, replaced and used.
+`metadata` says what the files hold; `artifact`, how they are read, replaced and used. `fit` fits layers and assembles
+them; `recipe` is a method with settings for one model, as a file.
 """
-
-from kvcli.artifact.artifact import Artifact
-from kvcli.artifact.metadata import metric_values, new_metadata
-
-__all__ = ["Artifact", "metric_values", "new_metadata"]

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvcli.artifact.metadata import METADATA, PREVIOUS, WEIGHTS, Metadata, model_card
 from kvcli.errors import ArtifactError, ConfigError, error_text, explain
-from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import make_codec
+from kvcli.models.fingerprint import differs
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 from kvcli.storage.atomic import file_record, is_intact, link_or_copy, replacing

@@ -10,16 +10,16 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe
 from kvcli.attention.session import Session, devices_of_layers
 from kvcli.errors import ConfigError, UnsupportedModelError, UsageError, explain
-from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import make_codec
-from kvcli.models import LoadedModel
-from kvcli.recipe import Recipe
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.load import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.model import ModelAttention
 from kvcli.seam.probe import probe

@@ -32,12 +32,12 @@ from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity
 from kvcli.cache.layer import NewTokens
 from kvcli.errors import CacheError, UnsupportedModelError, UsageError
-from kvcli.fingerprint import fingerprint
 from kvcli.kernels.launch import interpreted
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.models import not_finite
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.load import not_finite
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.seam.decoder import backbone, decoder_layers

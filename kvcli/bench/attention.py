@@ -25,12 +25,12 @@ from kvcli.bench.suite import (
     parse_batches,
     run_row,
 )
-from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
+from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import MethodCase
@@ -96,8 +96,8 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     from kvcli.attention.backend import choose_backend
     from kvcli.attention.reference import attend_codes as reference_attend
     from kvcli.bench.layer import compare_attention, encoded_layer, uncompressed_layer
-    from kvcli.bench.shapes import shape_rope, shape_spec
     from kvcli.bench.timing import copy_bandwidth, time_call
+    from kvcli.models.shapes import shape_rope, shape_spec
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Column, Row, WholeModelOptions, bench_table, run_row
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,12 +27,12 @@ from kvcli.bench.suite import (
     bench_table,
     run_row,
 )
-from kvcli.options import check_storable
+from kvcli.commands.options import check_storable
+from kvcli.commands.sizes import size
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.sizes import size
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,10 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.bench.baselines import Baseline
-from kvcli.bench.budget import attempt
 from kvcli.bench.model import COMPILED, ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
 from kvcli.errors import UsageError
+from kvcli.plan.budget import attempt
 from kvcli.seam.layer import untraced
 from kvcli.spec import ModelSpec
 

@@ -17,13 +17,13 @@ from kvcli.bench.suite import (
     bench_table,
     parse_batches,
 )
-from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
+from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.sizes import parse_size, size
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 MEMORY_SHAPE = "llama-3.1-8b"
 FILLED_CHUNK = 4096
@@ -128,8 +128,8 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
     import torch
 
     from kvcli.attention.compiled import BACKEND
-    from kvcli.bench.budget import check_budget, need_gpu
     from kvcli.bench.model_bench import ModelBench
+    from kvcli.plan.budget import check_budget, need_gpu
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"
@@ -167,8 +167,8 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
     """Rows of what fits into the budget."""
     import torch
 
-    from kvcli.bench.budget import check_budget
     from kvcli.bench.model_bench import ModelBench
+    from kvcli.plan.budget import check_budget
 
     budget = parse_size(options.memory_budget)
     assert budget is not None

@@ -20,12 +20,12 @@ from kvcli.attention.generation import Mode, SamplingConfig
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.session import Session
 from kvcli.bench.layer import MethodCase, randomize_
-from kvcli.bench.shapes import shape_config
 from kvcli.bench.timing import synchronized_time
 from kvcli.cache.compressed import CompressedCache, own_bytes
 from kvcli.cache.layer import NewTokens
 from kvcli.errors import UnsupportedModelError
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
+from kvcli.models.shapes import shape_config
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 

@@ -18,13 +18,13 @@ import torch
 from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
 from kvcli.bench.baselines import Baseline
-from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 from kvcli.bench.fixed_length import library_runs, with_fixed_length
 from kvcli.bench.layer import KernelCheck, MethodCase, uncompressed_layer
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import NoFigures, Row, median_of, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 from kvcli.errors import UsageError
+from kvcli.plan.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 
 _WARM_TOKENS = 40
 """New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, Row, WholeModelOptions, bench_table, run_row
-from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError
+from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.attention.session import Session

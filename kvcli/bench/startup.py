@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import MethodCase
@@ -75,8 +75,8 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
     """What a process of the suite does: loads the model, reads a prompt, makes tokens, prints its figures."""
     from kvcli.bench.layer import MethodCase
     from kvcli.bench.model import attached, random_prompt, run_model
+    from kvcli.commands.options import parse_settings
     from kvcli.kernels.compiled import compiled_kernels
-    from kvcli.options import parse_settings
     from kvcli.progress import Silent
 
     options = StartupOptions(**json.loads(options_json))

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.commands.options import IMPL_HELP, Impl, parse_settings
+from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
-from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, Impl, parse_settings
+from kvcli.models.builtin_models import DEFAULT_MODEL
+from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
-from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 MAX_LENGTH = 2**31 - 1
 _OF_ALL = ("method", "context", "batch", "impl", "status", "note", "out_error")
@@ -101,8 +101,8 @@ class WholeModelOptions(BenchOptions):
         import torch
 
         from kvcli.bench.model import random_model
-        from kvcli.bench.shapes import shape_spec
-        from kvcli.models import LoadedModel
+        from kvcli.models.load import LoadedModel
+        from kvcli.models.shapes import shape_spec
         from kvcli.seam.probe import probe
 
         device = torch.device(self.torch_device())
@@ -179,7 +179,7 @@ def run_row(measure: Callable[[Row], Row], empty: Row) -> Row:
 
     Nothing of it stays in the memory of the GPU.
     """
-    from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
+    from kvcli.plan.budget import is_out_of_memory, release_gpu_memory
 
     try:
         row = measure(empty)
@@ -218,8 +218,8 @@ class BenchRun(Run):
 
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
         """Measures rows, one after another."""
+        from kvcli.commands.machine import environment_info
         from kvcli.kernels.launch import interpreted
-        from kvcli.machine import environment_info
 
         options, prepared, self.machine = self.options, self.suite.prepare(self.options, reporter), environment_info()
         device = options.torch_device()

@@ -13,9 +13,9 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from kvcli.errors import UsageError, error_text, explain
-from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.models.fingerprint import differs
 from kvcli.registry import get_method
 from kvcli.storage.manifest import json_sha256
 
@@ -32,7 +32,7 @@ class CacheIdentity:
 
     Attributes:
         model: name of the model, for people; it is not compared.
-        fingerprint: of the model, see `kvcli.fingerprint`.
+        fingerprint: of the model, see `kvcli.models.fingerprint`.
         rope: what `Rope.frequencies` gives.
         config: its settings, those of the cache included.
         layers: indices of the layers that the method compresses.

@@ -23,14 +23,14 @@ from kvcli.calibrate.fisher import sequence_sums
 from kvcli.calibrate.parts import FISHER, PARTS, SUMS, SamplesManifest, part_name, part_records, sums_name, write_part
 from kvcli.calibrate.shards import merge_into, write_fisher
 from kvcli.errors import SamplesError
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Advance, Say, say_nothing
-from kvcli.ranks import ALONE, Ranks
 from kvcli.seam.decoder import backbone
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.seam.probe import probe
 from kvcli.storage.locks import locked
+from kvcli.storage.ranks import ALONE, Ranks
 
 _FISHER_SEED = 0
 _RANK_FOLDERS = "rank-[0-9]*-of-[0-9]*"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from kvcli.calibrate.builtin_text import BUILTIN, builtin_files, is_builtin, mixture
 from kvcli.errors import CorpusError
-from kvcli.hub import check_dataset
+from kvcli.models.hub import check_dataset
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvcli.errors import SamplesError, error_text
 from kvcli.methods.samples import LayerFisher
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.seam.decoder import backbone, find_decoder, logits_of
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam

@@ -14,14 +14,14 @@ from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.commands.options import check_storable
+from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
-from kvcli.hub import is_file
-from kvcli.options import check_storable
+from kvcli.models.hub import is_file
 from kvcli.registry import method_name
-from kvcli.sizes import size
 
 if TYPE_CHECKING:
-    from kvcli.document import Document
+    from kvcli.text.document import Document
 
 EXAMPLE = 'kvcli ask book.txt "Who is the landlord?"'
 
@@ -48,7 +48,7 @@ def run(options: AskOptions, output: Output) -> None:
     sources = read_texts(options.files)
     store = open_store(options.store, options.model, must_exist=False)
     store.check_writable()
-    from kvcli.document import Document
+    from kvcli.text.document import Document
 
     chosen = choose_method(options, output)
     loaded = options.load(output)
@@ -108,8 +108,8 @@ def _question(options: AskOptions) -> str:
 
 def _check_memory(document: Document, more: int) -> None:
     """Raises UsageError, before a document is read, where it and `more` tokens may not fit into memory."""
-    from kvcli.bench.budget import largest
-    from kvcli.machine import free_bytes
+    from kvcli.commands.machine import free_bytes
+    from kvcli.plan.budget import largest
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
     session, name, tokens = document.session, document.loaded.name, document.ids.shape[1]

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
+from kvcli.commands.options import ModelOptions, Options
+from kvcli.commands.paths import model_folder, newest_shards
+from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
-from kvcli.hub import check_model_name
-from kvcli.options import ModelOptions, Options
-from kvcli.paths import model_folder, newest_shards
-from kvcli.sizes import size
+from kvcli.models.builtin_models import BUILTIN_MODELS
+from kvcli.models.hub import check_model_name
 
 if TYPE_CHECKING:
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 
 class CalibrateOptions(ModelOptions):
@@ -81,7 +81,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
 
     from kvcli.calibrate.collect import collect
     from kvcli.calibrate.config import CollectConfig, Shard
-    from kvcli.ranks import join_ranks
+    from kvcli.storage.ranks import join_ranks
 
     shard = None if options.shard is None else Shard.parse(options.shard)
     output.settings(options.model_dump(mode="json"))

@@ -17,15 +17,15 @@ from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_sto
 from kvcli.cli.output import Output
 from kvcli.cli.remote import talk
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
+from kvcli.commands.sizes import size
 from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
-from kvcli.sizes import size
 
 if TYPE_CHECKING:
-    from kvcli.chat import Conversation
     from kvcli.contexts import ContextStore
-    from kvcli.generate import Generation
+    from kvcli.text.chat import Conversation
+    from kvcli.text.generate import Generation
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 2, 400
 """Last messages that are shown of a conversation that is resumed, and how much of each."""
@@ -60,8 +60,8 @@ def run(options: ChatOptions, output: Output) -> None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     options.check(options.resume, options.store)
 
-    from kvcli.chat import Conversation
-    from kvcli.options import check_storable
+    from kvcli.commands.options import check_storable
+    from kvcli.text.chat import Conversation
 
     where = options.model, options.store
     context = None if options.resume is None else load_context(options.resume, *where, conversation=True)

@@ -16,13 +16,13 @@ from typing import Any, Generic
 import typer
 from pydantic import BaseModel
 
-from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.flags import SHARED_FLAGS, OptionsT, resolve, signature
 from kvcli.cli.output import Output, duration
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError, error_text
-from kvcli.ranks import environment
+from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import get_config, parse_name
+from kvcli.storage.ranks import environment
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from kvcli.cli.generate import smaller_from
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, Source, open_store, read_sources
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
+from kvcli.commands.options import check_storable
+from kvcli.commands.sizes import parse_size, size
 from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
-from kvcli.options import check_storable
 from kvcli.registry import DEFAULT_METHOD, method_name
-from kvcli.sizes import parse_size, size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.attention.session import Session
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 SUFFIX = ".safetensors"
 
@@ -123,7 +123,7 @@ class Target:
         """Reads what is new of a text [1, time] and writes all of it; returns what was measured."""
         from dataclasses import replace
 
-        from kvcli.generate import compress
+        from kvcli.text.generate import compress
 
         options, store, name, started = self.options, self.store, self.names[source.name], time.perf_counter()
         cache, match = None, None
@@ -170,8 +170,8 @@ class Target:
 
 def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
     """Token ids [1, time] of a text or a conversation, and what is noted of it."""
-    from kvcli.fingerprint import text_identity
-    from kvcli.prompts import Rendered, chat_text, checked_messages, ids_of_text, prompt_ids
+    from kvcli.models.fingerprint import text_identity
+    from kvcli.text.prompts import Rendered, chat_text, checked_messages, ids_of_text, prompt_ids
 
     notes: dict[str, Any] = {**text_identity(loaded.tokenizer), "source": source.name}
     if not source.is_conversation:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.command import Command
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, Options
+from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ContextError, UsageError
-from kvcli.options import IMPL_HELP, Impl, ModelOptions, Options
-from kvcli.sizes import parse_size, size
-from kvcli.tables import DataTable
+from kvcli.models.builtin_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvcli.contexts import StoredContext

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, fit
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output, Stage, duration
+from kvcli.commands.options import ComputeOptions
+from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
 from kvcli.eval import kl
-from kvcli.options import ComputeOptions
+from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.registry import BASELINE, DEFAULT_METHOD, DEMO_SETTINGS, get_config, get_method
-from kvcli.sizes import size
 
 _PROMPT_CHARACTERS = 4800
 
@@ -38,9 +38,9 @@ def run(options: DemoOptions, output: Output) -> None:
     from kvcli.attention.attach import attach
     from kvcli.attention.generation import SamplingConfig
     from kvcli.calibrate.corpus import CorpusConfig, documents
-    from kvcli.generate import generate_text
-    from kvcli.models import load_model
-    from kvcli.prompts import prompt_ids
+    from kvcli.models.load import load_model
+    from kvcli.text.generate import generate_text
+    from kvcli.text.prompts import prompt_ids
 
     if options.prompt == "":
         raise UsageError("the prompt is empty; give --prompt a text, or leave it out")

@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.sizes import size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, ModelError, error_text
-from kvcli.options import Options
+from kvcli.models.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.sizes import size
-from kvcli.tables import DataTable
 
 _CONTEXT = 512
 """Tokens on which each method's kernels are compared with PyTorch."""
@@ -153,7 +153,7 @@ def _methods(output: Output) -> Iterator[Finding]:
 
 def env(options: EnvOptions, output: Output) -> None:
     """Print versions and hardware, for bug reports."""
-    from kvcli.machine import environment_info
+    from kvcli.commands.machine import environment_info
 
     info = environment_info()
     lines = [f"kvcli {info['kvcli']}" + (f" at {info['commit']}" if info["commit"] else "")]

@@ -10,12 +10,12 @@ from pydantic import Field, create_model
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
+from kvcli.commands.options import ComputeOptions, Options, parse_layers, parse_settings
+from kvcli.commands.paths import artifact_record, model_folder, newest_samples, newest_training
+from kvcli.commands.sizes import size
 from kvcli.errors import ArtifactError, UsageError, error_text
-from kvcli.options import ComputeOptions, Options, parse_layers, parse_settings
-from kvcli.paths import artifact_record, model_folder, newest_samples, newest_training
-from kvcli.ranks import join_ranks
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
-from kvcli.sizes import size
+from kvcli.storage.ranks import join_ranks
 
 if TYPE_CHECKING:
     from kvcli.methods.method import Method
@@ -55,14 +55,14 @@ def run(options: FitOptions, output: Output) -> None:
     values = {**config_cls.fit_settings, **from_bits, **parse_settings(options.setting)}
     check_settings(name, values)
     if not (config_cls.needs_artifact or config_cls.fit_settings):  # then most methods are not fitted at all
-        from kvcli.fit import check_fitted
+        from kvcli.artifact.fit import check_fitted
 
         check_fitted(get_method(name))
     samples = newest_samples(options.samples)
 
+    from kvcli.artifact.fit import fit_recording
     from kvcli.attention.attach import make_config
     from kvcli.calibrate.recording import Recording
-    from kvcli.fit import fit_recording
 
     method = get_method(name)
     config = make_config(method, values)
@@ -118,7 +118,7 @@ def run(options: FitOptions, output: Output) -> None:
 
 def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line per metric of a method, with the mean and the extremes and their layers and heads, then the warnings."""
-    from kvcli.artifact import metric_values
+    from kvcli.artifact.metadata import metric_values
 
     lines = []
     for name, label in method.fit_metrics.items():
@@ -144,8 +144,8 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
     The default folder is that of the model and the first run. ArtifactError: layers are missing or damaged, or the
     folder holds another artifact.
     """
-    from kvcli.artifact import Artifact
-    from kvcli.fit import assemble
+    from kvcli.artifact.artifact import Artifact
+    from kvcli.artifact.fit import assemble
 
     artifact = assemble(runs)
     folder = out or model_folder(artifact.metadata["model"], runs[0].name)

@@ -9,16 +9,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli import paths
-from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cli import calibrate, fit
 from kvcli.cli.output import Output, Stage
+from kvcli.commands import paths
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.ranks import environment
+from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.registry import get_config, parse_name
+from kvcli.storage.ranks import environment
 
 if TYPE_CHECKING:
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 
 def check_fit(method: str | None, artifact: Path | None) -> None:
@@ -37,7 +37,7 @@ def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:
     It is kept in the user's cache, by method and fingerprint; the recording is deleted.
     """
     from kvcli.artifact.metadata import METADATA, Metadata
-    from kvcli.fingerprint import differs
+    from kvcli.models.fingerprint import differs
 
     name = f"{method}-{sha256(loaded.fingerprint.encode()).hexdigest()[:12]}"
     folder, work = (paths.FITS / paths.model_folder(loaded.name).name / x for x in (name, f".{name}"))

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel, ValidationError
 
-from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.commands.options import Options, is_path, read_yaml
 from kvcli.errors import ConfigError, suggestion
-from kvcli.options import Options, is_path, read_yaml
+from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import METHODS
 
 OptionsT = TypeVar("OptionsT", bound=Options)

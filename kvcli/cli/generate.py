@@ -12,9 +12,9 @@ from kvcli.cli.command import Command, model_argument
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store, read_prompt
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.commands.sizes import size
 from kvcli.errors import CacheError, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, method_name
-from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvcli.attention.session import Session
     from kvcli.cache.compressed import CompressedCache, MemoryReport
     from kvcli.cache.context import Context
-    from kvcli.generate import Generation
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
+    from kvcli.text.generate import Generation
 
 
 class GenerateOptions(SamplingOptions):
@@ -61,7 +61,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
-    from kvcli.generate import generate_text
+    from kvcli.text.generate import generate_text
 
     started = time.perf_counter()
     where = options.model, options.store
@@ -145,7 +145,7 @@ def _begin(
     import torch
 
     from kvcli.contexts import identity_of
-    from kvcli.prompts import Rendered, common_length, ids_of_text, prompt_ids
+    from kvcli.text.prompts import Rendered, common_length, ids_of_text, prompt_ids
 
     if context is None:
         ids = prompt_ids(loaded, prompt, options.chat, output.say)

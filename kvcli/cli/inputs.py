@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.cli.output import Output
+from kvcli.commands.paths import model_folder
 from kvcli.errors import CacheError, UsageError
-from kvcli.paths import model_folder
 
 if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.contexts import ContextStore
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 DEFAULT_PROMPT = "The water cycle is"
 STANDARD_INPUT = Path("-")
@@ -126,7 +126,7 @@ def load_context(source: Path, model: str, store: Path | None = None, conversati
         ContextError: a context of the store that is damaged.
     """
     from kvcli.cache.context import Context
-    from kvcli.prompts import Rendered
+    from kvcli.text.prompts import Rendered
 
     if source.exists():
         context = Context.load(source)
@@ -146,7 +146,7 @@ def load_context(source: Path, model: str, store: Path | None = None, conversati
 
 def check_tokenizer(loaded: LoadedModel, context: Context) -> None:
     """Checks that token ids mean the same here as where a context was made; CacheError: another tokenizer."""
-    from kvcli.fingerprint import text_identity
+    from kvcli.models.fingerprint import text_identity
 
     stored = context.identity.tokenizer
     if stored is not None and stored != text_identity(loaded.tokenizer)["tokenizer"]:

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.sizes import size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
-from kvcli.options import Options
 from kvcli.registry import DEFAULT_METHOD
-from kvcli.sizes import size
-from kvcli.tables import DataTable
 
 _SHOWN = 48
 """Characters of a value that are shown; --json has all."""

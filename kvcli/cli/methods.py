@@ -9,10 +9,10 @@ from pydantic import Field
 from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, try_method
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
-from kvcli.options import Options
 from kvcli.registry import DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -81,7 +81,7 @@ def _value_range(field: FieldInfo) -> str:
 
 def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens."""
-    from kvcli.bench.shapes import shape_spec
+    from kvcli.models.shapes import shape_spec
     from kvcli.plan.cache import stored_bits
 
     spec = shape_spec(shape)

@@ -24,11 +24,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from kvcli.commands.tables import DataTable
 from kvcli.errors import OutputError
 from kvcli.progress import Advance
-from kvcli.ranks import ALONE, Ranks
 from kvcli.storage.atomic import to_json
-from kvcli.tables import DataTable
+from kvcli.storage.ranks import ALONE, Ranks
 
 _PLAIN_SECONDS = 10.0
 """Between two lines of progress, where there is no terminal."""

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
+from kvcli.commands.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
+from kvcli.commands.paths import newest_artifact
+from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.suite import check_methods
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
-from kvcli.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
-from kvcli.paths import newest_artifact
+from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
-from kvcli.sizes import parse_size, size
-from kvcli.suite import check_methods
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
@@ -95,7 +95,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
         check_methods([(name, {}) for name in [BASELINE, *names]], settings)
     import torch
 
-    from kvcli.machine import resident_bytes
+    from kvcli.commands.machine import resident_bytes
     from kvcli.plan.memory import PlannedModel, model_config
 
     device_name = None if options.device == AUTO_DEVICE else options.device

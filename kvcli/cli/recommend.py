@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.plan import CacheOptions, method_plans
+from kvcli.commands.paths import newest_artifact
+from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.paths import newest_artifact
+from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import BASELINE
-from kvcli.sizes import parse_size, size
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan

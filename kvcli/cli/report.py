@@ -9,9 +9,9 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
-from kvcli.options import Options
-from kvcli.sizes import size
 
 
 class ReportOptions(Options):

@@ -16,16 +16,16 @@ from kvcli.cli.inputs import MAX_BYTES_HELP
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method, say_notes
 from kvcli.cli.signals import stop_reason
+from kvcli.commands.paths import model_folder
+from kvcli.commands.sizes import parse_size, size
 from kvcli.errors import UsageError
-from kvcli.paths import model_folder
 from kvcli.progress import Say
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.serve import LOOPBACK
-from kvcli.sizes import parse_size, size
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
     from kvcli.serve.continuous import ContinuousEngine
     from kvcli.serve.engine import Engine
 

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import Field, model_validator
 
+from kvcli.artifact.recipe import Recipe
 from kvcli.cli.fitting import check_fit, fit_time, fitted
 from kvcli.cli.output import Output
+from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
+from kvcli.commands.paths import artifact_method, default_artifact, model_folder, newest_artifact
 from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, suggestion
-from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
-from kvcli.options import IMPL_HELP, Impl, ModelOptions, parse_settings
-from kvcli.paths import artifact_method, default_artifact, model_folder, newest_artifact
+from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
-from kvcli.recipe import Recipe
 from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
-    from kvcli.artifact import Artifact
+    from kvcli.artifact.artifact import Artifact
     from kvcli.attention.generation import SamplingConfig
     from kvcli.attention.session import Session
     from kvcli.cache.context import Context
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 
 PREFILL_CHUNK = 4096
@@ -192,7 +192,7 @@ class ChosenMethod:
 
     def fit_missing(self, loaded: LoadedModel, output: Output) -> None:
         """Finds or makes the artifact, with `fit`."""
-        from kvcli.artifact import Artifact
+        from kvcli.artifact.artifact import Artifact
 
         if self.fit:
             self.folder = fitted(self.name, loaded, output)
@@ -215,7 +215,7 @@ def choose_method(options: SessionOptions, output: Output, context: Context | No
 
     UsageError: no such method; ConfigError: a setting that is not NAME=VALUE; ArtifactError: none, or a damaged one.
     """
-    from kvcli.artifact import Artifact
+    from kvcli.artifact.artifact import Artifact
 
     settings = options.settings()
     if context is None or options.method is not None:

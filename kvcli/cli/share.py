@@ -19,12 +19,12 @@ from kvcli.cli.command import Command
 from kvcli.cli.fit import generate_with
 from kvcli.cli.inspect import shown
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.paths import model_folder
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
-from kvcli.options import Options
-from kvcli.paths import model_folder
 from kvcli.registry import DEFAULT_METHOD
 from kvcli.storage.atomic import file_record, replacing
-from kvcli.tables import DataTable
 
 SUMS, CARD, METADATA = "SHA256SUMS", "README.md", "kvcli.json"
 _SUM = re.compile(r"([0-9a-f]{64})  (\w[\w .+=@,-]*)")

@@ -11,14 +11,14 @@ import typer
 from typer.core import TyperGroup
 
 from kvcli.bench.baselines import BaselineName
-from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
+from kvcli.commands.options import Options
+from kvcli.commands.suite import Records, Suite
 from kvcli.errors import suggestion
-from kvcli.options import Options
+from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, get_suite
 from kvcli.storage.atomic import append_record
-from kvcli.suite import Records, Suite
 
 Following = Callable[[Records, Any], Sequence[Any]]
 """Words of the next command line, given the records and the options."""

@@ -13,14 +13,14 @@ from pydantic import Field
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
+from kvcli.commands.machine import commit
+from kvcli.commands.options import IMPL_HELP, Impl, parse_settings
+from kvcli.commands.paths import artifact_method, model_folder
+from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
-from kvcli.machine import commit
-from kvcli.options import IMPL_HELP, Impl, parse_settings
-from kvcli.paths import artifact_method, model_folder
 from kvcli.registry import BASELINE, METHODS, check_settings, get_config, get_method, parse_name
-from kvcli.sizes import parse_size, size
-from kvcli.tables import DataTable
 
 
 class TuneOptions(TextOptions):
@@ -95,7 +95,7 @@ def run(options: TuneOptions, output: Output) -> None:
     tokens, bases = parse_size(options.context) or 0, options.bases(output)
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
     fitted = [Case(x.name, artifact_method(x) or "", x, window, options.impl) for x in options.artifact]
-    from kvcli.tune import ROUNDS, SCREENED, Goal, Judge, tune, widths_of
+    from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Judge, tune, widths_of
 
     loaded = options.load(output)
     most = options.max_bytes(tokens, tokens * loaded.spec.fp16_bytes_per_token())

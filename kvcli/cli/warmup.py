@@ -10,11 +10,11 @@ from pydantic import Field
 from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
+from kvcli.commands.options import ModelOptions, parse_settings
+from kvcli.commands.suite import check_methods
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
-from kvcli.options import ModelOptions, parse_settings
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import check_methods
-from kvcli.tables import DataTable
 
 
 class WarmupOptions(ModelOptions):

@@ -26,7 +26,7 @@ from kvcli.contexts.index import UNUSED, check_name
 from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
 from kvcli.contexts.search import index_rows
 from kvcli.errors import CacheError, ContextError
-from kvcli.fingerprint import text_identity
+from kvcli.models.fingerprint import text_identity
 from kvcli.storage.atomic import replacing, temporary_path
 
 
@@ -69,7 +69,7 @@ class ContextStore(ContextReader):
         """Stores a context; only what is not there is written, and the context appears when all of it is.
 
         Args:
-            context: of one row, with its token ids and the notes of `kvcli.fingerprint.text_identity`, which `find`
+            context: of one row, with its token ids and the notes of `models.fingerprint.text_identity`, which `find`
                 compares; the note `source` says what it was made from.
             name: default: from a checksum of tokens and identity.
             overwrite: replace a context of this name that has other tokens or another identity, or is damaged.

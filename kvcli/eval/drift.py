@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.eval.records import STAR, Figure, Unit, difference, interval, mean
 from kvcli.eval.suite import REFERENCE, Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 
 class DriftOptions(CorpusOptions, ComparedOptions):

@@ -22,10 +22,10 @@ from kvcli.cache.compressed import MemoryReport
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval.records import PromptUnit
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
-from kvcli.models import LoadedModel, not_finite
+from kvcli.models.load import LoadedModel, not_finite
 from kvcli.progress import Reporter
-from kvcli.prompts import Message, chat_text
 from kvcli.seam.decoder import backbone, logits_of
+from kvcli.text.prompts import Message, chat_text
 
 _BOUNDARY = "\n\n"
 

@@ -17,7 +17,7 @@ from scipy.stats import bootstrap
 
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, Difference, EvalRecord, Metric, Unit, check_labels, series_of
-from kvcli.fingerprint import differs
+from kvcli.models.fingerprint import differs
 
 CONFIDENCE = 0.95
 MIN_UNITS = 8

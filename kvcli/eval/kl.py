@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from kvcli.commands.options import parse_layers
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
-from kvcli.options import parse_layers
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.eval.quality import QualityReport
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 SAVES_MEMORY = "lower --batch-size, --chunk, --seq-len or --num-sequences"
 

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from kvcli.errors import UsageError, suggestion
 from kvcli.eval.greedy import end_tokens, greedy, read
 from kvcli.eval.suite import NewCache
-from kvcli.models import LoadedModel, not_finite
+from kvcli.models.load import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
 
 _MAX_NEW_TOKENS = 256

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.eval.kl import SAVES_MEMORY, QualityRecord, ScoredOptions, TokenBlock, scored
 from kvcli.eval.records import UNCOMPRESSED, interval
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 _PARTS = 4
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.eval.greedy import Prompt
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 _PLACES = ("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm")
 _MAX_NEW_TOKENS = 2 * len(str(uuid.UUID(int=0)))

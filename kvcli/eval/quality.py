@@ -23,7 +23,7 @@ from kvcli.cache.compressed import MemoryReport
 from kvcli.cache.context import ContextRecord
 from kvcli.contexts import ContextStore, Match, StoredContext
 from kvcli.errors import UsageError
-from kvcli.models import not_finite
+from kvcli.models.load import not_finite
 from kvcli.registry import BASELINE, method_name
 from kvcli.seam.decoder import backbone, logits_of
 

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import CorpusError, UsageError, suggestion
 from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.eval.greedy import Prompt
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _FEWEST_WORDS = 1000

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from kvcli.artifact.recipe import Recipe
+from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
+from kvcli.commands.paths import is_artifact_of, newest_artifact
+from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
-from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, Impl, ModelOptions, parse_settings
-from kvcli.paths import is_artifact_of, newest_artifact
+from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
-from kvcli.recipe import Recipe
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
-from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.attention.session import Session
     from kvcli.cache.compressed import MemoryReport
     from kvcli.calibrate.corpus import CorpusConfig
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 NewCache = Callable[[], Any]
 """Makes an empty cache, to be passed to the model as `past_key_values`."""
@@ -221,10 +221,10 @@ class EvalRun(Run):
         """Measures rows, one after another; they have differences to the row compared with if that came before."""
         import torch
 
-        from kvcli.artifact import Artifact
+        from kvcli.artifact.artifact import Artifact
         from kvcli.artifact.metadata import METADATA, Metadata
+        from kvcli.commands.machine import environment_info
         from kvcli.eval.intervals import metrics_of
-        from kvcli.machine import environment_info
         from kvcli.storage.manifest import json_sha256
 
         options, suite = self.options, self.suite

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError, error_text
 from kvcli.eval.records import STAR, Better, EvalRecord, Figure, Unit, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 
 class TasksOptions(ComparedOptions):

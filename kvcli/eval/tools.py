@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from kvcli.commands.suite import Records
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ModelError
 from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-from kvcli.suite import Records
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.eval.greedy import Prompt
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
 
 _MAX_NEW_TOKENS = 128
 _FUNCTIONS: dict[str, tuple[str, list[str] | range, str]] = {
@@ -158,7 +158,7 @@ def score(answer: str, expected: str) -> dict[str, bool]:
 def prepare(options: ToolsOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
-    from kvcli.prompts import chat_text
+    from kvcli.text.prompts import chat_text
 
     chat = uses_chat(loaded, options.chat)
     by_template = chat and all(

@@ -2,7 +2,7 @@
 
 The paged cache of transformers is one tensor of bytes, divided into blocks that requests with a common prefix share. An
 allocator class lays out keys and values of layers with full attention in the blocks. `enable` replaces that class for
-one model, and attention to these layers is `kvcli.integrations.paged_attention`.
+one model, and attention to these layers is `kvcli.paged.attention`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe
 from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.integrations.batch import Batch
-from kvcli.integrations.paged_attention import Page, PagedAttention
-from kvcli.integrations.pages import LayerEncoder, check_codecs
-from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
-from kvcli.models import LoadedModel
-from kvcli.recipe import Recipe
+from kvcli.models.load import LoadedModel
+from kvcli.paged.attention import Page, PagedAttention
+from kvcli.paged.batch import Batch
+from kvcli.paged.pages import LayerEncoder, check_codecs
+from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.probe import probe
 

@@ -39,9 +39,9 @@ from kvcli.methods.config import BlockGTQConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.oscar import relative_error, rotated_keys, rotated_tokens, without_bias
+from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.methods.samples import LayerSamples
 from kvcli.methods.turboquant import TurboQuantValue, lloyd_max, random_rotation
-from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import to_pairs
 from kvcli.spec import ModelSpec
 

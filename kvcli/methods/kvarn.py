@@ -38,8 +38,8 @@ from kvcli.methods.config import KVarNConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method, Schedule
 from kvcli.methods.oscar import hadamard
+from kvcli.methods.packing import pack_planes, planes_size, unpack_planes
 from kvcli.methods.scalar.codec import dequantize, quantize
-from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
 _LEAST_STD, _LARGEST_STD = 1e-3, 1e3

@@ -33,8 +33,8 @@ from kvcli.methods.base import Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.config import KVQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
+from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.methods.samples import LayerSamples
-from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 

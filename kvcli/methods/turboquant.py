@@ -24,7 +24,7 @@ from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import TurboQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
 
 _GRID = 2**17

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, norm_unit, power_of_two, row_major
 from kvcli.kernels.words import FP16_MAX, TINY, as_decoded
-from kvcli.packing import packed_size
+from kvcli.methods.packing import packed_size
 
 # compiled for 8.6 and 9.0, and not timed
 _DECODE_TILE = {"BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}

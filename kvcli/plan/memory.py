@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from kvcli.attention.attach import build_codecs
-from kvcli.bench.budget import largest
-from kvcli.bench.shapes import SHAPES, shape_config
-from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
-from kvcli.checkpoint import attention_implementation
 from kvcli.errors import ModelError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.samples import LayerFisher
-from kvcli.models import find_config
+from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.models.checkpoint import attention_implementation
+from kvcli.models.load import find_config
+from kvcli.models.shapes import SHAPES, shape_config
+from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
@@ -138,7 +138,7 @@ class PlannedModel:
 def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
     """The transformers config of a model: shapes of `kvcli bench` need no file, other models their config.json only.
 
-    Arguments and errors are those of `kvcli.models.find_config`.
+    Arguments and errors are those of `kvcli.models.load.find_config`.
     """
     builtin = BUILTIN_MODELS.get(name)
     if name in SHAPES and not (builtin and (copy_folder(builtin) / "config.json").is_file()):

@@ -56,7 +56,8 @@ def _artifact(folder: Path) -> dict[str, Any]:
     """Facts of an artifact, which is read in full and verified."""
     import torch
 
-    from kvcli.artifact import Artifact, metric_values
+    from kvcli.artifact.artifact import Artifact
+    from kvcli.artifact.metadata import metric_values
     from kvcli.plan.cache import CachePlan
     from kvcli.registry import get_method, method_name
 
@@ -153,7 +154,7 @@ def of_context(record: Any) -> dict[str, Any]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     """Facts of a recipe, and whether the folder that it names holds its artifact."""
-    from kvcli.recipe import Recipe, artifact_sha256
+    from kvcli.artifact.recipe import Recipe, artifact_sha256
     from kvcli.registry import method_name
 
     recipe, method, fitted = Recipe.read(path), "", {}

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcli.bench.suite import median_of, row_name
+from kvcli.commands.suite import Records
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE, EVAL_SUITES
 from kvcli.report.tables import MEASURED, UNFIT, Row, Section, answers, named, tokens, without_sinks
-from kvcli.suite import Records
 
 NARROW, WIDE = 340, 760
 """Widths of charts in pixels."""

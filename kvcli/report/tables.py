@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.commands.suite import Records, Suite
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, interval, read_plain
+from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
-from kvcli.suite import Records, Suite
-from kvcli.tables import DataTable
 
 Row = Mapping[str, Any]
 
@@ -285,7 +285,7 @@ def _notes(rows: Records) -> list[str]:
     if len({row.get("protocol") for row in rows}) > 1:
         notes.append("These rows were not all measured on the very same tokens: small differences mean nothing.")
     if prints := {str(row["fingerprint"]) for row in rows if "fingerprint" in row} - {first.get("fingerprint")}:
-        from kvcli.fingerprint import differs  # imports torch
+        from kvcli.models.fingerprint import differs  # imports torch
 
         reasons = {differs(x, first["fingerprint"]) for x in prints} - {None}
         notes += [f"Not all rows are of the same weights: {reason}." for reason in reasons]

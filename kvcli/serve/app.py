@@ -23,12 +23,12 @@ from starlette.routing import Route
 
 from kvcli.attention.generation import stop_tokens
 from kvcli.errors import KvcliError, ModelError, UsageError
-from kvcli.models import LoadedModel
-from kvcli.prompts import chat_text, ids_of_text, prompt_ids
+from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
+from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
 
 if TYPE_CHECKING:
     from kvcli.serve.continuous import ContinuousEngine

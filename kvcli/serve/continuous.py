@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from kvcli.attention.generation import NextToken
 from kvcli.errors import ModelError, UsageError, error_text
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.engine import Cancelled, Job

@@ -18,7 +18,7 @@ from kvcli.attention.session import Session
 from kvcli.cache.snapshot import Snapshot, join
 from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, error_text
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.answers import Answer

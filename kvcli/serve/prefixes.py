@@ -25,9 +25,9 @@ from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore, Match, identity_of
 from kvcli.errors import CacheError, ContextError
-from kvcli.fingerprint import text_identity
+from kvcli.models.fingerprint import text_identity
 from kvcli.progress import Advance, Say
-from kvcli.prompts import common_length
+from kvcli.text.prompts import common_length
 
 UNIT = 128
 """Fewest tokens of a pass over a prompt, and tokens of a block on disk."""

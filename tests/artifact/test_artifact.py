@@ -15,10 +15,10 @@ from factories import CONFIG, make_model, record
 from safetensors.torch import load_file, save_file
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.storage.atomic import file_record
 from kvcli.storage.manifest import write_sealed

@@ -12,9 +12,9 @@ from factories import CONFIG, WINDOW, clustered, fitted_keys, make_model, make_s
 from transformers import DynamicCache
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.attention.backend import REFERENCE
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.keys import CommVQKeyCodec

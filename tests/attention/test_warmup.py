@@ -13,7 +13,7 @@ from factories import make_model
 import kvcli
 from kvcli.attention.steps import begin_steps
 from kvcli.bench.layer import MethodCase, encoded_layer
-from kvcli.bench.shapes import shape_rope, shape_spec
+from kvcli.models.shapes import shape_rope, shape_spec
 
 pytest.importorskip("triton")
 

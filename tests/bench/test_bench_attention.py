@@ -14,11 +14,11 @@ from commvq_reordered import reordered_attend
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.attention import SUITE, AttentionOptions, prepare
 from kvcli.bench.layer import EncodedLayer, MethodCase, compare_attention, encoded_layer, randomize_, tile
-from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.methods.scalar.codec import ScalarCodes
+from kvcli.models.shapes import shape_rope, shape_spec
 
 SPEC = shape_spec("tiny")
 NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2")

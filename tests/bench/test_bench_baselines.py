@@ -26,8 +26,8 @@ from kvcli.bench.fixed_length import (
 )
 from kvcli.bench.layer import uncompressed_layer
 from kvcli.bench.model import random_model
-from kvcli.bench.shapes import shape_spec
 from kvcli.errors import UsageError
+from kvcli.models.shapes import shape_spec
 
 SPEC = shape_spec("tiny")
 NAMES = get_args(BaselineName)

@@ -15,13 +15,13 @@ from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench import budget as budget_module
 from kvcli.bench import layer, model_bench
-from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
 from kvcli.bench.model_bench import memory_figures, time_figures, with_ratios
-from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.bench.suite import Row
+from kvcli.models.shapes import shape_config, shape_rope
+from kvcli.plan import budget as budget_module
+from kvcli.plan.budget import largest_by_peak
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli.bench import timing
-from kvcli.bench.budget import attempt, check_budget, is_out_of_memory, largest, memory_limit
 from kvcli.bench.timing import copy_bandwidth, time_call
 from kvcli.errors import UsageError
+from kvcli.plan.budget import attempt, check_budget, is_out_of_memory, largest, memory_limit
 
 CPU = torch.device("cpu")
 

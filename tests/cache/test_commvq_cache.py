@@ -11,13 +11,13 @@ from commvq_reordered import reordered_attend
 from factories import CONFIG, WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.attention.backend import REFERENCE, AttentionBackend
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
 from kvcli.errors import ConfigError, UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.registry import get_method

@@ -23,11 +23,11 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.blocks import encode, unstack_layers
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError
-from kvcli.generate import compress
 from kvcli.registry import METHODS, get_method
 from kvcli.storage.atomic import temporary_path
 from kvcli.storage.locks import lock
 from kvcli.storage.manifest import json_sha256
+from kvcli.text.generate import compress
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import torch
 from factories import WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.attention import decoded
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.backend import choose_backend
 from kvcli.errors import UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.registry import get_method, parse_method
 from kvcli.spec import ModelSpec

@@ -20,8 +20,8 @@ logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 from byte_tokenizer import byte_tokenizer  # noqa: E402
 from factories import load, make_model  # noqa: E402
 
-from kvcli import models  # noqa: E402
 from kvcli.cli.start import main  # noqa: E402
+from kvcli.models import load as models  # noqa: E402
 
 TINY = replace(load(make_model("llama", num_hidden_layers=4, vocab_size=260)), tokenizer=byte_tokenizer())
 

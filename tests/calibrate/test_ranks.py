@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import rank_worker
 
-from kvcli import ranks
 from kvcli.errors import RankError, UsageError
-from kvcli.ranks import packed
+from kvcli.storage import ranks
+from kvcli.storage.ranks import packed
 
 CALIBRATE = ("calibrate", "--corpus", "builtin", "--tokens", "1280", "--seq-len", "64", "--batch-size", "2")
 CALIBRATE = (*CALIBRATE, "--query-tokens", "256", "--fisher-tokens", "320", "--layer-window", "2", "--out", "samples")
@@ -110,7 +110,7 @@ def test_a_dead_rank_ends_the_others_and_the_run_resumes(alone: Path, tmp_path: 
 @pytest.mark.slow
 def test_torchrun_starts_ranks_and_a_dead_one_ends_the_fit(alone: Path, tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(alone / "samples")
-    killed = under_torchrun(tmp_path, FIT, DYING_RANK="1", DIE_IN="kvcli.fit:_write_layer")
+    killed = under_torchrun(tmp_path, FIT, DYING_RANK="1", DIE_IN="kvcli.artifact.fit:_write_layer")
     assert killed.returncode != 0
     assert "Signal 9 (SIGKILL)" in killed.stderr  # of torchrun, which may end rank 0 before that has said anything
     done = under_torchrun(tmp_path, FIT)

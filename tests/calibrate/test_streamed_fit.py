@@ -14,10 +14,10 @@ import torch
 from factories import clustered, load, make_model, make_spec
 from safetensors.torch import load_file
 
+from kvcli.artifact.fit import fit_recording, split_samples
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
-from kvcli.fit import fit_recording, split_samples
 from kvcli.methods.commvq import em, fit_values
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import pair_weight
@@ -133,7 +133,7 @@ from factories import load, make_model
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
-from kvcli.fit import fit_recording
+from kvcli.artifact.fit import fit_recording
 from kvcli.registry import get_method
 torch.set_num_threads(1)
 model, method = load(make_model("llama", head_dim=32, num_hidden_layers=1)), get_method("commvq")

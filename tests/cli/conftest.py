@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from factories import CONFIG, load, make_model, record
 
-from kvcli.fit import assemble, fit_recording
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.registry import get_method
 
 
@@ -37,7 +37,8 @@ class Words:
 
 
 def loaded_by_commands(monkeypatch: pytest.MonkeyPatch, loaded: Any) -> Any:
-    from kvcli import hub, models
+    from kvcli.models import hub
+    from kvcli.models import load as models
 
     monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(loaded, name=name))
     monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do

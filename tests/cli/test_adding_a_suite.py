@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import kvcli.eval
 from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Row, bench_table, run_row
 from kvcli.cli import suites
+from kvcli.commands.tables import DataTable
 from kvcli.eval.records import read_rows
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
-from kvcli.tables import DataTable
 
 
 def commands() -> typer.Typer:

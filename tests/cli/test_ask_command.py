@@ -12,9 +12,9 @@ import torch
 from console import GROUPED, invoke, refused, result, says
 from contexts_made import flip_a_byte
 
+from kvcli.commands.machine import environment_info, free_bytes
+from kvcli.commands.paths import model_folder
 from kvcli.contexts import ContextStore
-from kvcli.machine import environment_info, free_bytes
-from kvcli.paths import model_folder
 
 TEXT = "".join(f"{i}. It was the best of times, it was the age of wisdom. " for i in range(6))
 SHORT = ("--max-new-tokens", "12", "--prefill-chunk", "64", *GROUPED)
@@ -63,7 +63,7 @@ def test_ctrl_c_keeps_what_was_read_and_the_answer_is_the_uninterrupted_one(
     chatty: Any, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command goes on from it."""
-    monkeypatch.setattr("kvcli.document._READING_PER_KEEPING", 0)
+    monkeypatch.setattr("kvcli.text.document._READING_PER_KEEPING", 0)
     whole, chunks = ask("book.txt", QUESTION, store="uninterrupted"), [*passes]
     assert chunks[:5] == [64] * 5
     layer, before = chatty.model.model.layers[1], len(passes)
@@ -97,7 +97,7 @@ def test_storing_takes_a_small_part_of_the_time(chatty: Any, monkeypatch: pytest
         clock[0] += 1000
         return put(store, context, **options)
 
-    monkeypatch.setattr("kvcli.document.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvcli.text.document.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(ContextStore, "put", slow)
     count = ask("book.txt", QUESTION)["document_tokens"]
     assert stored == [64, count]
@@ -158,7 +158,7 @@ def test_slips_are_told_before_anything_is_read(chatty: Any, passes: list[int], 
 def test_a_document_that_memory_may_not_hold_is_told_before_it_is_read(
     chatty: Any, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcli.machine.free_bytes", lambda device: 2**20)
+    monkeypatch.setattr("kvcli.commands.machine.free_bytes", lambda device: 2**20)
     line = refused("ask", "book.txt", QUESTION, *SHORT)
     says(
         line, "the document has 335 tokens, which may take 1.", "MiB beside the model, and 1.00 MiB are free; its first"

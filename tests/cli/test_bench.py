@@ -14,10 +14,10 @@ from commvq_reordered import reordered_attend
 from console import invoke, refused, result, says
 
 from kvcli.bench.suite import default_methods
+from kvcli.commands.sizes import parse_size
 from kvcli.errors import UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.registry import METHODS, get_method
-from kvcli.sizes import parse_size
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
 BOOKS = ("--settings", "codebook_size=8", "--methods", "commvq-2")
@@ -164,7 +164,7 @@ def test_memory_takes_a_model_if_one_is_named(monkeypatch: Any, arguments: tuple
     def load(options: Any, shape: str | None, output: Any) -> Any:
         raise UsageError(f"asked for {shape}")
 
-    monkeypatch.setattr("kvcli.bench.budget.check_budget", lambda budget, device: None)
+    monkeypatch.setattr("kvcli.plan.budget.check_budget", lambda budget, device: None)
     monkeypatch.setattr("kvcli.bench.suite.WholeModelOptions.load_model", load)
     monkeypatch.setattr("kvcli.bench.suite.check_model_name", lambda name: None)
     assert f"asked for {expected}" in invoke("bench", "--suite", "memory", *arguments).stderr

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from console import invoke, result, says
 
-from kvcli.bench import budget
 from kvcli.bench.contexts import SUITE, ContextsOptions, table
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.suite import Row
+from kvcli.plan import budget
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8", "--methods", "kivi-2", "--repeats", "1")
 PROMPT = ("bench", "--suite", "generate", *GROUPS, "--prompt-tokens", "40")

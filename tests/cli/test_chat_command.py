@@ -12,12 +12,12 @@ from console import GROUPED, METHOD, SHORT, WINDOW, compressed, invoke, refused,
 from served import serving
 
 import kvcli
-from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cache.context import Context
-from kvcli.chat import Conversation
+from kvcli.commands.paths import model_folder
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
-from kvcli.paths import model_folder
+from kvcli.models.builtin_models import DEFAULT_MODEL
+from kvcli.text.chat import Conversation
 
 SETTINGS = {"group_size": 8, "residual_length": 8, "sink_length": 2}
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A tiny model."}]

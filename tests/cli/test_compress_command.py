@@ -11,9 +11,9 @@ from console import GROUPED, METHOD, SHORT, TEXT, WINDOW, compressed, invoke, re
 
 import kvcli
 from kvcli.cache.context import Context
-from kvcli.generate import compress
-from kvcli.prompts import prompt_ids
 from kvcli.registry import method_name
+from kvcli.text.generate import compress
+from kvcli.text.prompts import prompt_ids
 
 
 @pytest.mark.parametrize(("method", "options"), [("fp16", WINDOW), ("kivi-2", GROUPED), ("qjl", WINDOW)])
@@ -64,7 +64,7 @@ def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: 
         asked.append((name, str(options["dtype"])))
         return replace(chatty, name=name)
 
-    monkeypatch.setattr("kvcli.models.load_model", loaded)
+    monkeypatch.setattr("kvcli.models.load.load_model", loaded)
     compressed("other/model", "--method", "rtn-2", *GROUPED)
     assert result("generate", "--context", "c.safetensors", "--prompt", "x", *SHORT)["model"] == "other/model"
     assert asked == [("other/model", "None"), ("other/model", "torch.float32")]

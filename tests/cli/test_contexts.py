@@ -13,8 +13,8 @@ from contexts_made import Maker, execute, flip_a_byte, tokens
 from factories import load, make_model
 
 import kvcli
-from kvcli import models
 from kvcli.contexts import ContextStore
+from kvcli.models import load as models
 
 STORE = Path("runs/smollm2-135m/contexts")
 SETTINGS = {"residual_length": 16, "group_size": 8, "k_bits": 2, "v_bits": 2}

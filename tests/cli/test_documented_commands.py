@@ -14,13 +14,13 @@ from factories import load, make_model
 from typer.main import get_command
 
 import kvcli
-from kvcli import models
+from kvcli.artifact.recipe import Recipe
 from kvcli.cli import command
 from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
-from kvcli.options import parse_settings
-from kvcli.recipe import Recipe
-from kvcli.suite import check_methods
+from kvcli.commands.options import parse_settings
+from kvcli.commands.suite import check_methods
+from kvcli.models import load as models
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
 NOT_RUN = {

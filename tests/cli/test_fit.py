@@ -11,8 +11,8 @@ import pytest
 from console import invoke, refused, result, says
 
 from kvcli.cli.fit import summary
+from kvcli.commands.paths import newest_artifact
 from kvcli.errors import ArtifactError
-from kvcli.paths import newest_artifact
 from kvcli.registry import DEFAULT_METHOD, DEMO_SETTINGS, FIT_NAMES, METHODS, get_config, get_method
 
 SMALL = {

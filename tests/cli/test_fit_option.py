@@ -10,12 +10,14 @@ import pytest
 from console import SHORT, invoke, refused, result
 from factories import load, make_model
 
-from kvcli import builtin_models, models, paths
-from kvcli.artifact import Artifact
-from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.artifact.artifact import Artifact
 from kvcli.cli import calibrate, fitting
+from kvcli.commands import paths
+from kvcli.commands.paths import newest_artifact
 from kvcli.errors import ArtifactError
-from kvcli.paths import newest_artifact
+from kvcli.models import builtin_models
+from kvcli.models import load as models
+from kvcli.models.builtin_models import BUILTIN_MODELS
 
 WORDS = ("--method", "klt-2", "--prompt", "It was the best of times", "--residual-length", "4", *SHORT)
 LITTLE = {"tokens": 512, "seq_len": 128, "query_tokens": 128, "batch_size": 2}

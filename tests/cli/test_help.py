@@ -16,7 +16,7 @@ from console import invoke, refused, result, says
 from typer.main import get_command
 
 from kvcli.cli.app import app
-from kvcli.options import ComputeOptions
+from kvcli.commands.options import ComputeOptions
 from kvcli.registry import METHODS
 
 COMMANDS = ("demo", "calibrate", "fit", "train-codebook", "fit-subspace", "export", "generate", "compress", "chat")

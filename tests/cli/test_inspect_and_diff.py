@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from console import METHOD, compressed, refused, result, says
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
+from kvcli.artifact.recipe import Recipe
 from kvcli.calibrate.parts import PARTS
 from kvcli.contexts import ContextStore
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.recipe import Recipe
 from kvcli.registry import get_method
 from kvcli.report.compare import differences
 from kvcli.report.facts import of_context, sparkline

@@ -15,8 +15,8 @@ from kvcli.cli.app import app
 from kvcli.cli.command import describe_error, model_argument, try_method
 from kvcli.cli.output import Output, duration
 from kvcli.cli.suites import last_method
+from kvcli.commands.sizes import size
 from kvcli.errors import KvcliError, UsageError
-from kvcli.sizes import size
 
 
 def test_errors_are_json_too_and_debug_shows_the_traceback() -> None:

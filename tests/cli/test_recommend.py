@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from console import refused, result, says
 
-from kvcli import paths
-from kvcli.bench.shapes import shape_config
 from kvcli.cli import recommend
+from kvcli.commands import paths
+from kvcli.commands.sizes import size
+from kvcli.models.shapes import shape_config
 from kvcli.plan import memory
 from kvcli.registry import check_settings, method_name, parse_name
-from kvcli.sizes import size
 
 MODEL_CONFIG = memory.model_config
 TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_text())}
@@ -115,7 +115,7 @@ def test_the_memory_is_that_of_a_gpu_unless_another_device_is_named(monkeypatch:
 
 def test_a_name_that_the_hub_does_not_have_here_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "model_config", MODEL_CONFIG)
-    monkeypatch.setattr("kvcli.hub._reach", lambda name, revision: (revision, True))
+    monkeypatch.setattr("kvcli.models.hub._reach", lambda name, revision: (revision, True))
     assert "cannot load model 'org/none'" in refused("recommend", "org/none", "--memory", "1GiB", code=1)
 
 

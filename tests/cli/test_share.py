@@ -16,10 +16,10 @@ from console import SHORT, TEXT, compressed, refused, result, says
 from huggingface_hub import constants
 from loopback_hub import Hub, loopback_hub
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.metadata import front_matter
+from kvcli.artifact.recipe import Recipe
 from kvcli.cli import share
-from kvcli.recipe import Recipe
 
 REPO = "me/commvq-2"
 NAMES = ("codec.safetensors", "kvcli.json")

@@ -14,9 +14,9 @@ from passes import assert_equal, ids
 
 import kvcli
 from kvcli.errors import ModelError, UsageError
-from kvcli.fingerprint import text_identity
-from kvcli.generate import compress
-from kvcli.prompts import Rendered, chat_ids, checked_messages, common_length
+from kvcli.models.fingerprint import text_identity
+from kvcli.text.generate import compress
+from kvcli.text.prompts import Rendered, chat_ids, checked_messages, common_length
 
 SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
 

@@ -65,7 +65,7 @@ def test_a_document_that_begins_with_words_of_the_template_is_found_in_it(made: 
 
 def test_reading_goes_on_where_it_broke_off(made: Any, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a store, in the same object."""
-    monkeypatch.setattr("kvcli.document._READING_PER_KEEPING", 0)
+    monkeypatch.setattr("kvcli.text.document._READING_PER_KEEPING", 0)
     document, passes = made(), []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from factories import load, make_model
 
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture
 def command_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LoadedModel:
     """Lets the command line load the tiny model, in an empty folder."""
-    monkeypatch.setattr("kvcli.models.load_model", lambda name="tiny", **_: replace(loaded, name=name))
+    monkeypatch.setattr("kvcli.models.load.load_model", lambda name="tiny", **_: replace(loaded, name=name))
     monkeypatch.chdir(tmp_path)
     return loaded
 

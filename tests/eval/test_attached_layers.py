@@ -11,7 +11,7 @@ import torch
 from factories import WINDOW
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.errors import CacheError, UsageError
 from kvcli.methods.method import Method
 from kvcli.registry import get_method, parse_method

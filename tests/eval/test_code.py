@@ -19,7 +19,7 @@ from kvcli.errors import UsageError
 from kvcli.eval import code, sandbox
 from kvcli.eval.code import CodeOptions, completion_of
 from kvcli.eval.suite import REFERENCE
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 PROBLEMS = {
     f"Own/{i}": {

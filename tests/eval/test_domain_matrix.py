@@ -11,7 +11,7 @@ import pytest
 import torch
 from factories import CONFIG
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.attention.attach import attach
 from kvcli.calibrate.corpus import token_sequences
 from kvcli.errors import ArtifactError

@@ -15,7 +15,7 @@ from kvcli.errors import ModelError
 from kvcli.eval import drift
 from kvcli.eval.greedy import greedy
 from kvcli.eval.suite import REFERENCE, Case
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 PROMPT = [5, 9, 40, 7, 12, 33, 90, 14] * 6
 

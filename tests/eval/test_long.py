@@ -11,7 +11,7 @@ from console import refused
 from kvcli.cli.output import Output
 from kvcli.eval import long
 from kvcli.eval.suite import Case
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 PROMPTS = torch.randint(3, 259, (3, 8), generator=torch.Generator().manual_seed(0))
 FP16 = Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1})

@@ -17,7 +17,7 @@ from kvcli.eval.greedy import in_pieces, uses_chat
 from kvcli.eval.needle import NeedleOptions
 from kvcli.eval.recall import CUE_WORDS, RecallOptions
 from kvcli.eval.suite import REFERENCE
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 
 @pytest.fixture

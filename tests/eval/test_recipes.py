@@ -13,11 +13,11 @@ from console import invoke, refused, result
 from factories import load, make_model
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel
-from kvcli.recipe import Recipe, artifact_sha256
+from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
 from kvcli.report.tables import named
 

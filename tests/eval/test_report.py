@@ -21,7 +21,7 @@ from test_records_and_gates import NOISE, kl_record
 from test_suites import KIVI, SIZES
 
 from kvcli._version import __version__
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.report.page import by_task, capacity, loss_by_size
 from kvcli.report.tables import Row, answers, named, read, sections
 from kvcli.storage.atomic import append_record
@@ -36,7 +36,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loaded = LoadedModel(**{**vars(load(model)), "tokenizer": byte_tokenizer()})
     path = tmp_path_factory.mktemp("measured") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcli.models.load_model", lambda *_, **__: loaded)
+        patch.setattr("kvcli.models.load.load_model", lambda *_, **__: loaded)
         for suite, sizes in SIZES.items():
             result("eval", suite, *KIVI, "--method", "fp8", *sizes, "--out", str(path))
     return path

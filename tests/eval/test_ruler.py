@@ -17,7 +17,7 @@ from kvcli.errors import CorpusError, UsageError
 from kvcli.eval import ruler
 from kvcli.eval.ruler import TASKS, RulerOptions, make_ruler_prompts, share_found
 from kvcli.eval.suite import REFERENCE
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 NAMES = [
     f"w{'abcdefghij'[i % 10]}{'klmnopqrst'[i // 10 % 10]}{'uvwxyz'[i // 100 % 6]}y{'aeiou'[i // 600]}"

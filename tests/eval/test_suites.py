@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvcli.cli.app import app
 from kvcli.cli.suites import suite_first
 from kvcli.eval.records import read_rows
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.registry import EVAL_SUITES, get_suite
 
 KIVI = ("--method", "kivi-2", "--setting", "group_size=8", "--residual-length", "8")

@@ -15,7 +15,7 @@ from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.eval.suite import REFERENCE, Case
 from kvcli.eval.tasks import TasksOptions, measure, task_documents
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
 

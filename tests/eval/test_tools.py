@@ -15,7 +15,7 @@ from kvcli.errors import ModelError
 from kvcli.eval import tools
 from kvcli.eval.suite import REFERENCE
 from kvcli.eval.tools import ToolsOptions, call_of, fits_schema, make_tool_prompts
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"

@@ -14,13 +14,13 @@ from console import invoke, refused, result
 from factories import load, make_model, record
 
 import kvcli
+from kvcli.artifact.fit import assemble, fit_recording
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cli.tune import TuneOptions
-from kvcli.fit import assemble, fit_recording
-from kvcli.machine import commit
-from kvcli.models import LoadedModel
-from kvcli.recipe import Recipe, artifact_sha256
+from kvcli.commands.machine import commit
+from kvcli.eval.tune import Goal, path_of
+from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
-from kvcli.tune import Goal, path_of
 
 TINY = ("--seq-len", "64", "--num-sequences", "8", "--context", "512", "--residual-length", "8", "--sink-length", "2")
 KIVI = ("--method", "kivi", "--setting", "group_size=8")
@@ -95,7 +95,7 @@ def test_layers_that_lose_most_get_most_bits(monkeypatch: pytest.MonkeyPatch, tm
     model = make_model("llama", vocab_size=260, max_position_embeddings=2048)
     model.model.layers[1].self_attn.o_proj.weight.data.zero_()
     loaded = replace(load(model), tokenizer=byte_tokenizer())
-    monkeypatch.setattr("kvcli.models.load_model", lambda name="tiny", **_: replace(loaded, name=name))
+    monkeypatch.setattr("kvcli.models.load.load_model", lambda name="tiny", **_: replace(loaded, name=name))
     monkeypatch.chdir(tmp_path)
     found = result("tune", *TINY, *KIVI, "--max-bits", "8", "--json", "--out", "r.yaml")
     settings = Recipe.read("r.yaml").settings
@@ -189,7 +189,7 @@ def test_memory_is_what_the_model_leaves_for_its_cache() -> None:
 def test_bits_at_which_layers_do_not_add_up_are_left_out(
     command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcli.tune.RUINOUS", 0.0)
+    monkeypatch.setattr("kvcli.eval.tune.RUINOUS", 0.0)
     result("tune", *TINY, *KIVI, "--max-bits", "16", "--json", "--out", "r.yaml")
     records = [json.loads(line)["settings"] for line in Path("r.jsonl").read_text().splitlines()]
     alone = [x for record in records for x in (record["k_bits"], record["v_bits"]) if isinstance(x, list)]

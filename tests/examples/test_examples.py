@@ -12,7 +12,7 @@ import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
 from factories import make_model
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

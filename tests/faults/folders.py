@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from factories import load, make_model
 
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
-from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.storage.manifest import write_sealed
 

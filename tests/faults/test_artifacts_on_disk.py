@@ -14,12 +14,12 @@ from contexts_made import flip
 from folders import bytes_of, edit
 from safetensors.torch import load_file, save_file
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble
 from kvcli.calibrate.recording import Recording
 from kvcli.cli import fit
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, KvcliError
-from kvcli.fit import assemble
 
 
 @pytest.mark.parametrize(

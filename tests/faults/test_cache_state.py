@@ -11,7 +11,7 @@ from factories import WINDOW, make_model
 from test_cache_copies import attach, ids
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.cache import forward
 from kvcli.errors import CacheError, UnsupportedModelError
 from kvcli.registry import get_method

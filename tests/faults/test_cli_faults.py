@@ -207,7 +207,7 @@ def test_an_interrupted_bench_shows_what_it_has_and_ends_with_its_own_code(tmp_p
 import atexit
 from kvcli.bench import attention, suite
 from kvcli.cli import start
-from kvcli.tables import DataTable
+from kvcli.commands.tables import DataTable
 
 def records(self, reporter):
     self.machine = {{}}

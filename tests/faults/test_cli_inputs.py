@@ -12,11 +12,11 @@ import pytest
 from console import invoke, refused
 from factories import make_model
 
-from kvcli import paths
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.cli.fit import generate_with
+from kvcli.commands import paths
 from kvcli.errors import ArtifactError, CorpusError
-from kvcli.fingerprint import differs, fingerprint
+from kvcli.models.fingerprint import differs, fingerprint
 from kvcli.spec import ModelSpec
 
 
@@ -233,7 +233,7 @@ def test_what_is_no_corpus_is_refused(files: dict[str, str], source: str, option
 def test_a_wrong_corpus_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     Path("folder").mkdir()
     Path("a.md").write_text("text")
-    monkeypatch.setattr("kvcli.models.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvcli.models.load.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     assert source.split(maxsplit=1)[0] in refused("calibrate", "--corpus", *source.split(), code=1)
 
 
@@ -241,7 +241,7 @@ def test_a_dataset_is_refused_at_once_when_the_hub_does_not_answer(monkeypatch: 
     def silent(question: Any) -> Any:
         raise TimeoutError
 
-    monkeypatch.setattr("kvcli.hub._answer", silent)
+    monkeypatch.setattr("kvcli.models.hub._answer", silent)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was asked for"))
     with pytest.raises(CorpusError, match="the hub cannot be reached"):
         list(documents(CorpusConfig("owner/name", "train")))

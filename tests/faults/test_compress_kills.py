@@ -15,9 +15,9 @@ from factories import load, make_model
 from kills import MOMENTS, killed
 from typer.main import get_command
 
-from kvcli import models
 from kvcli.cli.app import app
 from kvcli.contexts import ContextStore
+from kvcli.models import load as models
 
 OLD = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 10
 NEW = OLD + "It was the age of foolishness. " * 10

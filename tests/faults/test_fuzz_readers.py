@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from folders import ODD_VALUES, SIZES, make
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import FitManifest, assemble
 from kvcli.calibrate.parts import SamplesManifest, part_name
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import KvcliError
-from kvcli.fit import FitManifest, assemble
 from kvcli.storage.atomic import file_record
 from kvcli.storage.manifest import json_sha256
 

@@ -9,10 +9,10 @@ import pytest
 from folders import SEQUENCES, bytes_of, fitted, recorded
 from kills import MOMENTS, killed, run_and_kill
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError
-from kvcli.fit import assemble
 
 OTHER_TEXT = SEQUENCES.flip(0)
 

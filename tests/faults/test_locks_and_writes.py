@@ -12,9 +12,9 @@ import torch
 from folders import fitted, recorded
 from safetensors.torch import save_file
 
+from kvcli.artifact.fit import assemble
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError
-from kvcli.fit import assemble
 from kvcli.storage.atomic import append_record, read_records, replacing
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import write_sealed

@@ -18,10 +18,9 @@ from factories import make_model
 from fake_pip import Bars, FakePip
 from test_models_gguf import write
 
-from kvcli import builtin_models
-from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
 from kvcli.errors import ModelError
-from kvcli.models import load_model
+from kvcli.models import builtin_models, load_model
+from kvcli.models.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
 from kvcli.storage.atomic import file_record
 
 SMOL = BUILTIN_MODELS["smollm2-135m"]
@@ -162,7 +161,7 @@ def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
 
 _CONVERTS_FOREVER = """
 import sys, time
-from kvcli import builtin_models
+from kvcli.models import builtin_models
 
 def convert(gguf, folder, progress):
     folder.mkdir()

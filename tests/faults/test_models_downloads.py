@@ -13,9 +13,8 @@ import pytest
 from factories import make_model
 from huggingface_hub import errors
 
-from kvcli import hub
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import load_model
+from kvcli.models import hub, load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

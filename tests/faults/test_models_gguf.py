@@ -13,7 +13,7 @@ import torch
 from factories import make_model
 from test_models_loading import refusal
 
-from kvcli.models import load_model
+from kvcli.models.load import load_model
 
 
 def write(path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: bool = False) -> Path:

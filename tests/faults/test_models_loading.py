@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.models import load_model
+from kvcli.models.load import load_model
 from kvcli.spec import ModelSpec
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,9 +14,9 @@ import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import ModelError, UsageError
 from kvcli.eval.quality import QualityReport, TokenScores, measure, reference_states
-from kvcli.generate import generate_text
-from kvcli.models import LoadedModel
-from kvcli.prompts import prompt_ids
+from kvcli.models.load import LoadedModel
+from kvcli.text.generate import generate_text
+from kvcli.text.prompts import prompt_ids
 
 
 class Words:

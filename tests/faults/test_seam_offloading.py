@@ -14,7 +14,7 @@ from passes import assert_same_tokens, greedy
 from transformers import AutoModelForCausalLM
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.errors import UnsupportedModelError
 from kvcli.registry import get_method
 from kvcli.seam.rotary import _copied

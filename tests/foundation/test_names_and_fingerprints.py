@@ -10,9 +10,9 @@ import pytest
 import torch
 from factories import make_model
 
+from kvcli.commands.paths import model_folder
 from kvcli.errors import ConfigError, UsageError
-from kvcli.fingerprint import differs, fingerprint
-from kvcli.paths import model_folder
+from kvcli.models.fingerprint import differs, fingerprint
 from kvcli.registry import method_name, parse_name
 from kvcli.spec import ModelSpec
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.packing import pack_bits, pack_planes, packed_size, planes_size, unpack_bits, unpack_planes
+from kvcli.methods.packing import pack_bits, pack_planes, packed_size, planes_size, unpack_bits, unpack_planes
 
 
 @settings(max_examples=200, deadline=None)

@@ -22,13 +22,13 @@ from families import make
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
+from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ConfigError, UsageError
-from kvcli.fit import assemble, fit_recording
-from kvcli.integrations import paged_attention
 from kvcli.integrations.continuous_batching import ALLOCATORS, CodesAllocator, block_bytes, enable
-from kvcli.integrations.pages import LayerEncoder
-from kvcli.recipe import Recipe
+from kvcli.paged import attention as paged_attention
+from kvcli.paged.pages import LayerEncoder
 from kvcli.registry import get_method, parse_method
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))

@@ -184,9 +184,9 @@ def record(
 
 def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     """Launches the kernels of exact tokens of an engine, with few and many tokens of a request."""
-    from kvcli.integrations import paged_kernels
-    from kvcli.integrations.batch import Part
     from kvcli.methods.pages import PageTable
+    from kvcli.paged import kernels as paged_kernels
+    from kvcli.paged.batch import Part
     from kvcli.rope import NoRope, TokenRotations
 
     query, key = (torch.empty(640, heads, spec.head_dim, dtype=dtype) for heads in (spec.num_heads, spec.num_kv_heads))

@@ -11,9 +11,9 @@ from factories import make_spec
 from kvcli.errors import ConfigError
 from kvcli.methods.blockgtq import BlockGTQConfig, allot_bits, allot_neighbouring, pair_energy
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.packing import unpack_bits
 from kvcli.methods.samples import LayerSamples
 from kvcli.methods.turboquant import TurboQuantConfig, lloyd_max
-from kvcli.packing import unpack_bits
 from kvcli.registry import get_method
 from kvcli.rope import Rotation, from_pairs, to_pairs
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvcli.methods.base import Codes
 from kvcli.methods.config import QJLConfig, ScalarBits, SQuatConfig, TurboQuantConfig
+from kvcli.methods.packing import unpack_bits
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
-from kvcli.packing import unpack_bits
 from kvcli.registry import get_method
 
 pytest.importorskip("triton")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from kvcli.methods.kvarn import KVarNConfig, imbalance, normalizing_scales
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.oscar import hadamard
-from kvcli.packing import unpack_planes
+from kvcli.methods.packing import unpack_planes
 from kvcli.registry import get_method
 
 WIDTH, GROUP = 64, 32

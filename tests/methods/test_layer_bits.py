@@ -10,9 +10,9 @@ import torch
 from factories import record
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.errors import CacheError, ConfigError, UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_config, get_method

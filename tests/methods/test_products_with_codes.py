@@ -9,8 +9,15 @@ from factories import make_spec
 from torch import Tensor
 
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.packing import (
+    byte_fields,
+    fields_to_planes,
+    pack_bits,
+    pack_planes,
+    planes_to_fields,
+    stream_to_fields,
+)
 from kvcli.methods.scalar.codec import quantize
-from kvcli.packing import byte_fields, fields_to_planes, pack_bits, pack_planes, planes_to_fields, stream_to_fields
 from kvcli.registry import get_method
 from kvcli.rope import Rotation
 

@@ -10,8 +10,8 @@ import torch
 from factories import make_spec, record
 
 import kvcli
+from kvcli.artifact.fit import fit_recording
 from kvcli.errors import ConfigError
-from kvcli.fit import fit_recording
 from kvcli.methods.config import SQuatConfig
 from kvcli.methods.scalar.codec import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState

@@ -13,11 +13,11 @@ from byte_tokenizer import byte_tokenizer
 from factories import make_model
 from transformers import AutoModelForCausalLM
 
-from kvcli import models
-from kvcli.checkpoint import load_checkpoint
 from kvcli.errors import ModelError, UsageError
-from kvcli.fingerprint import differs, fingerprint
-from kvcli.models import load_model
+from kvcli.models import load as models
+from kvcli.models.checkpoint import load_checkpoint
+from kvcli.models.fingerprint import differs, fingerprint
+from kvcli.models.load import load_model
 from kvcli.spec import ModelSpec
 
 

@@ -12,10 +12,10 @@ from live_bytes import META, peak_bytes
 from kvcli import attach
 from kvcli.attention.backend import REFERENCE
 from kvcli.attention.layer import attend_layer
-from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.fisher import backward
+from kvcli.models.shapes import shape_config
 from kvcli.plan.memory import MethodPlan, PlannedModel, calibration, pass_bound
 from kvcli.registry import METHODS, get_method
 from kvcli.seam.patch import Seam

@@ -12,11 +12,11 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.bench.model import random_model
-from kvcli.bench.shapes import shape_config
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
-from kvcli.fingerprint import fingerprint
-from kvcli.models import LoadedModel
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.load import LoadedModel
+from kvcli.models.shapes import shape_config
 from kvcli.plan.memory import MethodPlan, PlannedModel, calibration
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec

@@ -10,10 +10,10 @@ CACHE = "cache/test_methods_cache.py"
 
 TARGETS: dict[str, str] = {
     # kvcli's foundation
-    "kvcli.packing:pack_bits": "foundation/test_packing.py",
-    "kvcli.packing:unpack_bits": "foundation/test_packing.py",
-    "kvcli.packing:pack_planes": "foundation/test_packing.py",
-    "kvcli.packing:unpack_planes": "foundation/test_packing.py",
+    "kvcli.methods.packing:pack_bits": "foundation/test_packing.py",
+    "kvcli.methods.packing:unpack_bits": "foundation/test_packing.py",
+    "kvcli.methods.packing:pack_planes": "foundation/test_packing.py",
+    "kvcli.methods.packing:unpack_planes": "foundation/test_packing.py",
     "kvcli.rope:Rotation.apply": "foundation/test_rope_and_spec.py",
     "kvcli.rope:Rotation.unapply": "foundation/test_rope_and_spec.py",
     "kvcli.rope:Rope.rotation": "foundation/test_rope_and_spec.py",
@@ -21,8 +21,8 @@ TARGETS: dict[str, str] = {
     "kvcli.spec:ModelSpec.from_config": "seam/test_spec_of_config.py",
     "kvcli.registry:parse_name": "foundation/test_names_and_fingerprints.py",
     "kvcli.registry:method_name": "cli/test_compress_command.py",
-    "kvcli.fingerprint:fingerprint": "foundation/test_names_and_fingerprints.py",
-    "kvcli.fingerprint:differs": "foundation/test_names_and_fingerprints.py",
+    "kvcli.models.fingerprint:fingerprint": "foundation/test_names_and_fingerprints.py",
+    "kvcli.models.fingerprint:differs": "foundation/test_names_and_fingerprints.py",
     # storage
     "kvcli.storage.atomic:replacing": "faults/test_locks_and_writes.py storage",
     "kvcli.storage.locks:lock": "faults/test_locks_and_writes.py",
@@ -101,8 +101,8 @@ TARGETS: dict[str, str] = {
     "kvcli.calibrate.fisher:layer_fisher": "calibrate/test_fisher.py",
     "kvcli.calibrate.shards:merge": "calibrate/test_shards.py",
     "kvcli.calibrate.recording:Recording.load": "calibrate/test_collect.py",
-    "kvcli.fit:fit_recording": "cli/test_fit.py artifact",
-    "kvcli.fit:assemble": "artifact",
+    "kvcli.artifact.fit:fit_recording": "cli/test_fit.py artifact",
+    "kvcli.artifact.fit:assemble": "artifact",
     "kvcli.artifact.artifact:Artifact.check_model": "artifact faults/test_artifacts_on_disk.py",
     "kvcli.artifact.artifact:Artifact.build_codecs": "cache/test_commvq_cache.py",
     # contexts
@@ -124,15 +124,15 @@ TARGETS: dict[str, str] = {
     "kvcli.plan.cache:CachePlan.pays_from": "plan/test_plan_cache.py",
     "kvcli.plan.cache:CachePlan.memory": "plan/test_plan_cache.py",
     "kvcli.plan.memory:pass_bound": "plan/test_plan_families.py",
-    "kvcli.bench.budget:largest": "bench cli/test_plan.py",
-    "kvcli.prompts:prompt_ids": "golden",
+    "kvcli.plan.budget:largest": "bench cli/test_plan.py",
+    "kvcli.text.prompts:prompt_ids": "golden",
 }
 
 SEEN = [
-    ("kvcli.packing:pack_bits", "differs"),
-    ("kvcli.packing:unpack_bits", "differs"),
-    ("kvcli.packing:pack_planes", "differs"),
-    ("kvcli.packing:unpack_planes", "differs"),
+    ("kvcli.methods.packing:pack_bits", "differs"),
+    ("kvcli.methods.packing:unpack_bits", "differs"),
+    ("kvcli.methods.packing:pack_planes", "differs"),
+    ("kvcli.methods.packing:unpack_planes", "differs"),
     ("kvcli.methods.scalar.codec:PerTokenKey.scores", "differs"),
     ("kvcli.methods.scalar.codec:ScalarCodec.decode", "differs"),
     ("kvcli.cache.forward:check_mask", "raises"),

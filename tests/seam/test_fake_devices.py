@@ -21,7 +21,7 @@ from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ModelError
-from kvcli.fingerprint import differs
+from kvcli.models.fingerprint import differs
 from kvcli.rope import NoRope
 from kvcli.seam import identity
 from kvcli.seam.probe import probe

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcli
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.errors import CacheError, UsageError
-from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam

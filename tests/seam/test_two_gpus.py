@@ -18,8 +18,8 @@ from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import CacheError
-from kvcli.fingerprint import differs
-from kvcli.models import load_model
+from kvcli.models.fingerprint import differs
+from kvcli.models.load import load_model
 from kvcli.registry import METHODS, get_method
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]

@@ -19,11 +19,11 @@ from console import METHOD, refused
 from factories import make_model
 from served import answered, request, until
 
+from kvcli.artifact.recipe import Recipe
 from kvcli.cli.output import Output
 from kvcli.cli.serve import ServeOptions, _engine
 from kvcli.contexts import ContextStore
-from kvcli.models import load_model
-from kvcli.recipe import Recipe
+from kvcli.models.load import load_model
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 

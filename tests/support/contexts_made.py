@@ -18,16 +18,16 @@ from factories import load, make_model
 from torch import Tensor
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore, identity_of
-from kvcli.fingerprint import text_identity
 from kvcli.methods.config import CacheConfig
-from kvcli.models import LoadedModel
+from kvcli.models.fingerprint import text_identity
+from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
 from kvcli.storage.manifest import json_sha256
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
-from kvcli.fingerprint import fingerprint
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import coding_error, shares
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.samples import LayerSamples
-from kvcli.models import LoadedModel
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.load import LoadedModel
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec, RopeSpec
 

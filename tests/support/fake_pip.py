@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvcli.builtin_models import BuiltinModel, Wheel
+from kvcli.models.builtin_models import BuiltinModel, Wheel
 
 _SCRIPT = """#!{python} -SE
 import json, os, pathlib, sys, time

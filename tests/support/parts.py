@@ -13,7 +13,7 @@ from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
 from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
-from kvcli.packing import pack_bits
+from kvcli.methods.packing import pack_bits
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.spec import ModelSpec, RopeSpec

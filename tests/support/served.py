@@ -24,12 +24,12 @@ import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
 from kvcli.integrations.continuous_batching import enable
-from kvcli.prompts import chat_ids
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
 from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.engine import Engine
 from kvcli.serve.prefixes import Prefixes
+from kvcli.text.prompts import chat_ids
 
 LONG = 3000
 """Tokens of an answer that takes longer than any test waits."""

@@ -13,17 +13,17 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.attention.attach import build_codecs, make_config
-from kvcli.builtin_models import BUILTIN_MODELS, fetch_builtin
-from kvcli.checkpoint import read_config
 from kvcli.errors import ChunkError, ConfigError, UsageError, error_text, explain
-from kvcli.hub import download_config
 from kvcli.integrations.lmcache.format import ChunkLayout
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.models.builtin_models import BUILTIN_MODELS, fetch_builtin
+from kvcli.models.checkpoint import read_config
+from kvcli.models.hub import download_config
 from kvcli.progress import no_progress, say_nothing
 from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rope

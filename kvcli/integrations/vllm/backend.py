@@ -1,4 +1,4 @@
-"""vLLM's attention backend on codes: what vLLM asks of a backend around `kvcli.integrations.paged_attention`."""
+"""vLLM's attention backend on codes: what vLLM asks of a backend around `kvcli.paged.attention`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kvcli.attention.backend import choose_backend
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.batch import Batch
-from kvcli.integrations.paged_attention import Page, PagedAttention
-from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
-from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
+from kvcli.paged.attention import Page, PagedAttention
+from kvcli.paged.batch import Batch
+from kvcli.paged.pages import LayerEncoder
+from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
 from kvcli.registry import get_method, parse_method
 
 _SPARE_RINGS = 16

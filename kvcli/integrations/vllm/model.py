@@ -12,15 +12,15 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import nn
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe
 from kvcli.attention.attach import make_codecs
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
-from kvcli.fingerprint import fingerprint
-from kvcli.integrations.pages import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.recipe import Recipe
+from kvcli.models.fingerprint import fingerprint
+from kvcli.paged.pages import check_codecs, device_of
 from kvcli.registry import parse_method
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.model import attention_of_config

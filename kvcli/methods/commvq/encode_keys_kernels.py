@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, norm_unit, power_of_two, row_major
 from kvcli.methods.commvq.search_kernels import search
 from kvcli.methods.commvq.tables import SearchTables
-from kvcli.packing import packed_size
+from kvcli.methods.packing import packed_size
 
 
 @triton.jit(do_not_specialize=["time"])

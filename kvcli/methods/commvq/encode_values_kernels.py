@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.methods.commvq.tables import BLOCK_BITS, DescentTables
-from kvcli.packing import packed_size
+from kvcli.methods.packing import packed_size
 
 _ENCODE_TOKENS = 16384
 _METRIC_TOKENS = 64

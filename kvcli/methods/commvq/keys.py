@@ -12,7 +12,7 @@ from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import by_group, greedy_codes, times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, pack_codebook, search_tables
-from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import Rotation, from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 

@@ -12,7 +12,7 @@ from kvcli.kernels.launch import FP16_BELOW_MAX, FP16_MAX
 from kvcli.methods.base import CachedFromBuffers, Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
-from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
+from kvcli.methods.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.spec import ModelSpec
 
 _BLOCK_BITS = 64

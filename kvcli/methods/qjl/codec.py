@@ -18,8 +18,8 @@ from kvcli.methods.base import Codes, KeyCodec, State
 from kvcli.methods.config import QJLConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.methods.scalar.codec import PerTokenValue
-from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 

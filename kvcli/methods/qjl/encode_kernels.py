@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major, shared_memory_limit
 from kvcli.kernels.words import FP16_MAX
-from kvcli.packing import packed_size
+from kvcli.methods.packing import packed_size
 
 # tuned on one H200, torch 2.11, triton 3.6
 _FEW_TOKENS = {"BLOCK_T": 16, "BLOCK_R": 64, "num_warps": 4, "num_stages": 2}

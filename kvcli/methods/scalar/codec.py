@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels.launch import FP16_MAX
 from kvcli.methods.base import Codec, Codes, KeyCodec, StateT, ValueCodec
 from kvcli.methods.config import ScalarBits
-from kvcli.packing import (
+from kvcli.methods.packing import (
     byte_fields,
     fields_to_planes,
     pack_planes,

@@ -1,6 +1,6 @@
 """Encode kernels of the scalar format: minimum, maximum, codes and packing in one pass over the tokens.
 
-They give the bits of `kvcli.methods.scalar.codec.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out
+They give the bits of `scalar.codec.quantize` and `packing.pack_planes` exactly. A tile is laid out
 as [tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import FP16_MAX, TINY, as_decoded
 from kvcli.methods.config import ScalarBits
-from kvcli.packing import planes_size
+from kvcli.methods.packing import planes_size
 
 _TILE = 4096
 """Elements per program, about; tuned on one H200, torch 2.11, triton 3.6."""

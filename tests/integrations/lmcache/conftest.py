@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from factories import make_model
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 

@@ -11,7 +11,7 @@ import torch
 from chunks_made import decoded, real_chunks
 from factories import FAMILIES, make_model
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
 from kvcli.errors import ChunkError, ConfigError, KvcliError
 from kvcli.integrations.lmcache.chunk import ChunkCodec, find_start
 from kvcli.integrations.lmcache.served import SerdeSettings, Served

@@ -13,8 +13,8 @@ import torch
 from engine_answers import NEW_TOKENS, Answer
 from factories import record
 
-from kvcli.artifact import Artifact
-from kvcli.fit import assemble, fit_recording
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.registry import get_method
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}

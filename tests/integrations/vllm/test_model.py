@@ -12,12 +12,12 @@ from engines import fitted, with_biases
 from factories import load, make_model
 from families import make
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
 from kvcli.integrations.vllm.model import Settings, codecs_of
-from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_method
 
 

@@ -19,9 +19,9 @@ from factories import load, make_model
 from families import make
 
 import kvcli
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
-from kvcli.recipe import Recipe
 from kvcli.registry import get_method, parse_method
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.reference import merge_state, partial_attention
-from kvcli.integrations.batch import Part
 from kvcli.methods.layer_codec import PartialAttention
+from kvcli.paged.batch import Part
 
 
 def attend_exact(

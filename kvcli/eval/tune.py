@@ -19,21 +19,21 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from kvcli.artifact import Artifact
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.attention.attach import make_codecs
 from kvcli.cache.compressed import MemoryReport
+from kvcli.commands.sizes import size
 from kvcli.errors import QualityGateError, UsageError
 from kvcli.eval.intervals import estimate, paired_difference
 from kvcli.eval.kl import scored
 from kvcli.eval.suite import Case
 from kvcli.methods.config import EXACT, CacheConfig
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.plan.cache import CachePlan
 from kvcli.progress import Reporter
-from kvcli.recipe import Recipe, artifact_sha256
 from kvcli.registry import get_config, get_method, method_name
 from kvcli.seam.probe import probe
-from kvcli.sizes import size
 from kvcli.storage.atomic import append_record, read_records
 from kvcli.storage.manifest import json_sha256
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli._version import __version__
+from kvcli.commands.options import read_yaml
+from kvcli.commands.paths import artifact_record
 from kvcli.errors import ConfigError, UsageError, explain
-from kvcli.options import read_yaml
-from kvcli.paths import artifact_record
 from kvcli.registry import check_settings, parse_name
 from kvcli.storage.atomic import replacing
 
@@ -63,7 +63,7 @@ class Recipe(BaseModel):
 
     def check_model(self, fingerprint: str) -> None:
         """ConfigError, with the name of the recipe's model, for another model."""
-        from kvcli.fingerprint import differs
+        from kvcli.models.fingerprint import differs
 
         try:
             reason = differs(fingerprint, self.fingerprint)

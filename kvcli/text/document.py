@@ -22,11 +22,11 @@ from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore, identity_of
 from kvcli.contexts.index import name_from
 from kvcli.errors import ModelError, UsageError
-from kvcli.fingerprint import text_identity
-from kvcli.generate import Generation, compress, generate_text
-from kvcli.models import LoadedModel
+from kvcli.models.fingerprint import text_identity
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Progress, Say, no_progress, say_nothing
-from kvcli.prompts import chat_text, ids_of_text
+from kvcli.text.generate import Generation, compress, generate_text
+from kvcli.text.prompts import chat_text, ids_of_text
 
 _READING_PER_KEEPING = 20
 """Seconds of reading for each second in which what was read is copied and stored."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.errors import CacheError
-from kvcli.integrations.windows import Windows
+from kvcli.paged.windows import Windows
 
 PAGE = 16
 Request = tuple[int, Sequence[int], int, int]

@@ -15,8 +15,8 @@ from transformers import TextStreamer
 from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache, MemoryReport
-from kvcli.checkpoint import quiet_transformers
-from kvcli.models import LoadedModel, layers_watched, not_finite
+from kvcli.models.checkpoint import quiet_transformers
+from kvcli.models.load import LoadedModel, layers_watched, not_finite
 from kvcli.progress import Progress, no_progress
 from kvcli.seam.decoder import backbone, decoder_layers
 

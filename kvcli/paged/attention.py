@@ -16,12 +16,12 @@ from torch import Tensor
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state, partial_attention
 from kvcli.errors import UsageError
-from kvcli.integrations import paged_reference
-from kvcli.integrations.batch import Batch, Part
-from kvcli.integrations.pages import LayerEncoder
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
+from kvcli.paged import reference
+from kvcli.paged.batch import Batch, Part
+from kvcli.paged.pages import LayerEncoder
 
 _MANY = 64
 """New tokens of a request from which on these are attended to apart from its other exact tokens."""
@@ -103,9 +103,9 @@ class PagedAttention:
         """
         keys, values, sinks = page.views(pages)
         query, key, value = (x[: batch.sinks.shape[1]] for x in (query, key, value))  # without padding
-        exact: Any = paged_reference
+        exact: Any = reference
         if self.backend.impl == "fused":
-            from kvcli.integrations import paged_kernels as exact
+            from kvcli.paged import kernels as exact
         exact.copy_rings(self.rings, batch.rings)
         # all is stored before any is read: a request may share pages that another one fills in this pass
         self._encode(page, keys, values, batch, key, value)

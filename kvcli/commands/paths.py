@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, cache_folder
 from kvcli.errors import ArtifactError, SamplesError
+from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, cache_folder
 from kvcli.registry import METHODS, parse_name
 
 RUNS = Path("runs")
@@ -16,7 +16,7 @@ RUNS = Path("runs")
 FITS = cache_folder("artifacts")
 """Artifacts that `--fit` made, by model."""
 
-SHIPPED = Path(__file__).resolve().parent / "fitted"
+SHIPPED = Path(__file__).resolve().parent.parent / "fitted"
 """Artifacts of built-in models that come with the package, by model."""
 
 

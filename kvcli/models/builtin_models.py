@@ -227,7 +227,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     """Dequantizes a GGUF file into a folder of safetensors with checksums, all of it on the disk when this returns."""
     import torch
 
-    from kvcli.checkpoint import load_gguf, quiet_transformers
+    from kvcli.models.checkpoint import load_gguf, quiet_transformers
 
     # float16 is closer to the dequantized values than bfloat16, at the same size
     model, tokenizer = load_gguf(gguf, torch.float16, progress=progress)

@@ -15,11 +15,11 @@ from kvcli.attention.generation import SamplingConfig, stop_tokens
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError
-from kvcli.fingerprint import text_identity
-from kvcli.generate import Generation, generate_text
-from kvcli.models import LoadedModel
+from kvcli.models.fingerprint import text_identity
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
-from kvcli.prompts import Message, Rendered, common_length
+from kvcli.text.generate import Generation, generate_text
+from kvcli.text.prompts import Message, Rendered, common_length
 
 
 class Conversation:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcli.integrations.batch import Batch
-from kvcli.integrations.windows import Windows
+from kvcli.paged.batch import Batch
+from kvcli.paged.windows import Windows
 from kvcli.rope import NoRope
 
 CPU = torch.device("cpu")

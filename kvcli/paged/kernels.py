@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.attention.window_kernels import attend_tile, tile_for
-from kvcli.integrations.batch import Part
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
 from kvcli.methods.layer_codec import PartialAttention
+from kvcli.paged.batch import Part
 
 _BLOCK = 1024
 

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcli.artifact import Artifact, new_metadata
+from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.metadata import new_metadata
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.methods.config import EXACT, CacheConfig
@@ -26,12 +27,12 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, FitReport, Method
 from kvcli.methods.per_layer import make_codec
 from kvcli.methods.samples import BLOCK_TOKENS, LayerSamples
-from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
 from kvcli.storage.atomic import file_record, is_intact, replacing
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import RunManifest, Sealed, json_sha256, write_sealed
+from kvcli.storage.ranks import ALONE, Ranks, packed
 
 _HELDOUT_FRACTION = 0.1
 _REMEDY = "run the same fit again, with --overwrite"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
-from kvcli.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf_config
 from kvcli.errors import ModelError, UsageError
-from kvcli.fingerprint import fingerprint
-from kvcli.hub import check_model_name, download_config, download_model, is_folder, local_folder
+from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
+from kvcli.models.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf_config
+from kvcli.models.fingerprint import fingerprint
+from kvcli.models.hub import check_model_name, download_config, download_model, is_folder, local_folder
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe

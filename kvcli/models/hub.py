@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.errors import CorpusError, ModelError, error_text, suggestion
+from kvcli.models.builtin_models import BUILTIN_MODELS
 
 if TYPE_CHECKING:
     from kvcli.progress import Say

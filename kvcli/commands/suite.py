@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvcli.commands.options import ModelOptions
+from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, KvcliError
-from kvcli.options import ModelOptions
 from kvcli.progress import Reporter
 from kvcli.registry import check_settings, get_config, parse_name
-from kvcli.tables import DataTable
 
 Records = Sequence[Mapping[str, Any]]
 """Records as plain JSON values."""

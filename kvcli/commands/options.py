@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_or
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import ConfigError, UsageError, error_text
+from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.progress import Reporter
-from kvcli.ranks import local_device
+from kvcli.storage.ranks import local_device
 
 if TYPE_CHECKING:
-    from kvcli.models import LoadedModel
+    from kvcli.models.load import LoadedModel
     from kvcli.spec import ModelSpec
 
 Impl = Literal["auto", "fused", "reference"]
@@ -104,7 +104,7 @@ class ModelOptions(ComputeOptions):
         """Loads the model; errors as `kvcli.load_model`; UsageError: several devices where the command takes one."""
         import torch
 
-        from kvcli import models
+        from kvcli.models import load as models
 
         several = self.device == AUTO_DEVICE and self.takes_several_gpus and "LOCAL_RANK" not in os.environ
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)

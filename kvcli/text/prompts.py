@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ModelError, UsageError, error_text
-from kvcli.models import LoadedModel
+from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
 
 Message = Mapping[str, Any]

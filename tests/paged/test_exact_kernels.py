@@ -9,9 +9,10 @@ import torch
 from parts import DEVICE
 from torch import Tensor
 
-from kvcli.integrations import paged_kernels, paged_reference
-from kvcli.integrations.batch import Part
 from kvcli.methods.pages import PageTable
+from kvcli.paged import kernels as paged_kernels
+from kvcli.paged import reference as paged_reference
+from kvcli.paged.batch import Part
 from kvcli.rope import NoRope, TokenRotations
 
 PAGE = 32

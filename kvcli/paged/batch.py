@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvcli.integrations.windows import Windows
 from kvcli.methods.pages import PageTable
+from kvcli.paged.windows import Windows
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 

@@ -61,7 +61,7 @@ def free_bytes(device: Any) -> int:
 
 def commit() -> str | None:
     """The commit of the source checkout that is running, with `+` when it has changes; None when installed."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
 
