@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
 LOSSES = [*FOLDER.parent.parent.glob("kvcli/cli/losses.json")]
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.(?: Also in: (.+)\.)?")
+_FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.")
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -33,9 +33,11 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 def measured(name: str) -> str:
-    """The table of the records of one suite, as `kvcli report --format md` writes it."""
+    """The table of the records of one suite, as `kvcli report --format md` writes it, in part."""
     rows = records(name)
-    return table(rows[0]["suite"], rows).markdown()
+    found = table(rows[0]["suite"], rows)
+    at = [found.columns.index(column) for column in ("method", *SHOWN[name])]
+    return markdown([found.columns[x] for x in at], [[row[x].strip() for x in at] for row in found.rows])
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -58,59 +60,46 @@ def shared_memory(name: str) -> str:
 
 
 def faults(name: str) -> str:
-    """Faults of one section, from docstrings of tests: `Fault (SECTION): x. Result: y.`, maybe ` Also in: FILE.`."""
+    """Faults of one section, from docstrings of tests: `Fault (SECTION): x. Result: y.`."""
     tests, section, rows = FOLDER.parent.parent / "tests", name.removeprefix("faults-"), []
     for path in sorted(tests.rglob("test_*.py")):
-        file = str(path.relative_to(tests).with_suffix("")).removeprefix("faults/")
         functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
         for paragraph in (x for node in functions for x in (ast.get_docstring(node) or "").split("\n\n")):
             if paragraph.startswith("Fault ("):
                 match = _FAULT.fullmatch(" ".join(paragraph.split()))
                 if match is None or f"faults-{match[1]}" not in TABLES:
                     raise ValueError(f"{path}: a fault of no section, or without a result: {paragraph}")
-                files = ", ".join(f"`{name}`" for name in (file, *(match[4] or "").split(", ")) if name)
-                rows += [[match[2], f"{match[3]} ({files})"]] if match[1] == section else []
+                rows += [[match[2], match[3]]] if match[1] == section else []
     return markdown(["fault", "what happens"], rows)
 
 
 def by_position(name: str) -> str:
-    """KL of the parts of one long text, whose means are the units of the records."""
-    rows = records(name)
-    ends = [unit["start"] + unit["tokens"] for unit in rows[0]["units"]]
+    """KL of the first, second and last part of one long text; means of parts are the units of the records."""
+    shown = [(row, [row["units"][part] for part in (0, 1, -1)]) for row in records(name)]
     cells = [
-        [row["label"], f"{row['memory']['true_bits']:.2f}", *(f"{unit['kl']:.4f}" for unit in row["units"])]
-        for row in rows
+        [row["label"], f"{row['memory']['true_bits']:.2f}", *(f"{unit['kl']:.4f}" for unit in units)]
+        for row, units in shown
     ]
-    header = [f"{unit['start']} to {end}" for unit, end in zip(rows[0]["units"], ends, strict=True)]
+    header = [f"{unit['start']} to {unit['start'] + unit['tokens']}" for unit in shown[0][1]]
     return markdown(["method", "bits", *header], sorted(cells, key=lambda row: float(row[-1])))
 
 
-def pages(name: str) -> str:
-    """Microseconds of codes in rows, and times as much of those in pages; empty where pages are refused."""
-    rows = {(row["method"], row["context"], row["page_size"]): row["p50_us"] for row in records(name)}
-    sizes, contexts = (sorted({key[at] for key in rows} - {None}) for at in (2, 1))
-    header = [
-        f"{context // 1024}K, {x}" for context in contexts for x in ("us", *(f"pages of {size}" for size in sizes))
-    ]
-    cells = []
-    for method in dict.fromkeys(key[0] for key in rows if key[2]):
-        row = []
-        for context in contexts:
-            alone, paged = rows[method, context, None], [rows[method, context, size] for size in sizes]
-            row += [f"{alone:.1f}", *("" if x is None else f"{x / alone:.2f}" for x in paged)]
-        cells.append([method, *row])
-    return markdown(["method", *header], cells)
-
-
 def answered(name: str) -> str:
-    """The table of the records of one suite, with stored bits; of `ruler` the means of all tasks alone."""
-    rows = records(name)
-    found = table(rows[0]["suite"], rows)
-    bits = {row["label"]: "16" if row["memory"] is None else f"{row['memory']['true_bits']:.2f}" for row in rows}
-    shown = [at for at, column in enumerate(found.columns) if column not in ("method", "task")]
-    cells = [row for row in found.rows if rows[0]["suite"] != "ruler" or row[1] == "all"]
-    header = ["method", "bits", *(found.columns[at] for at in shown)]
-    return markdown(header, [[row[0], bits[row[0]], *(row[at].strip() for at in shown)] for row in cells])
+    """Right answers in percent of the methods that all of `ANSWERS` measured; a star as in the suites' own tables."""
+    columns: dict[str, dict[str, str]] = {}
+    bits: dict[str, str] = {}
+    for suite, shown in ANSWERS.items():
+        rows = records(name.replace("answers", suite))
+        found = table(suite, rows)
+        bits |= {row["label"]: "16" if row["memory"] is None else f"{row['memory']['true_bits']:.2f}" for row in rows}
+        cells = [dict(zip(found.columns, row, strict=True)) for row in found.rows]
+        means = {row["method"]: row for row in cells if row.get("task", "all") == "all"}
+        columns |= {heading: {x: row[column].strip() for x, row in means.items()} for heading, column in shown.items()}
+        starred = {x: f"{columns[[*shown][-1]][x]}*" for x, row in means.items() if row["difference"].endswith("*")}
+        columns[[*shown][-1]] |= starred
+    kept = [x for x in bits if all(x in column for column in columns.values())]
+    lines = [[x, bits[x], *(column[x] for column in columns.values())] for x in kept]
+    return markdown(["method", "bits", *columns], lines)
 
 
 def recipes(name: str) -> str:
@@ -122,31 +111,40 @@ def recipes(name: str) -> str:
         for of, x in ((f"**{row['goal']}**", own), (row["found"]["best"], best)):
             if [of, *_recipe(x)] not in cells:
                 cells.append([of, *_recipe(x)])
-    return markdown(["method", "bits K / V", "bits, all of 32K tokens", "KL", "95 % interval"], cells)
+    return markdown(["method", "bits K / V", "bits, all of 32K tokens", "KL"], cells)
 
 
 def _recipe(x: dict[str, Any]) -> list[str]:
     bits = f"{x['key_bits']:.2f} / {x['value_bits']:.2f}"
-    interval = "" if x["kl_low"] is None else f"{x['kl_low']:.4f}-{x['kl_high']:.4f}"
-    return [bits, f"{x['effective_bits']:.2f}", f"{x['kl_mean']:.4f}", interval]
+    return [bits, f"{x['effective_bits']:.2f}", f"{x['kl_mean']:.4f}"]
 
 
-SUITES = (
-    *("attention-h100", "generate-h100", "compiled-h100", "startup-h100", "chunks-h100", "serve-h100"),
-    *("quality-smollm2-135m", "quality-qwen2.5-coder-1.5b-essays"),
-)
-MODELS = ("smollm2-135m", "qwen2.5-coder-1.5b")
+SHOWN = {
+    "attention-h100": ("bits", "8K, p50 us", "32K, p50 us", "128K, p50 us", "x SDPA"),
+    "generate-h100": ("32K, tok/s", "128K, tok/s", "32K, x tok/s", "128K, x tok/s"),
+    "compiled-h100": ("32K, tok/s", "128K, tok/s", "32K, x tok/s", "128K, x tok/s"),
+    "serve-h100": ("prompt", "clients", "cold s", "hot s", "disk s", "hot tokens/s"),
+    "quality-smollm2-135m": ("bits K / V", "KL", "95 % interval", "flips %"),
+    "quality-qwen2.5-coder-1.5b-essays": ("bits K / V", "KL", "95 % interval", "flips %"),
+    "generated-qwen2.5-coder-1.5b": ("KL mean", "95 % interval", "quarter 1", "quarter 4"),
+}
+"""Columns of the report's tables that pages show; `kvcli report` shows all."""
+
+ANSWERS = {
+    "ruler": {"RULER, 4096 tokens": "4096 tokens", "RULER, 16384 tokens": "16384 tokens"},
+    "tools": {"arguments of calls": "arguments %"},
+    "code": {"functions": "pass@1 %"},
+}
+"""By suite: headings, and the columns of its own table below them; the last one has the stars."""
 
 TABLES: dict[str, Callable[[str], str]] = {
-    **dict.fromkeys(SUITES, measured),
-    **{f"generated-{model}": measured for model in MODELS},
-    **{f"{suite}-{model}": answered for suite in ("ruler", "tools", "code") for model in MODELS},
-    **{f"tune-{model}": recipes for model in MODELS},
+    **dict.fromkeys(SHOWN, measured),
+    "answers-qwen2.5-coder-1.5b": answered,
+    "tune-qwen2.5-coder-1.5b": recipes,
     "positions-qwen2.5-coder-1.5b": by_position,
-    "pages-h100": pages,
     "shared-memory": shared_memory,
     "commands": commands,
-    **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
+    **{f"faults-{section}": faults for section in ("kills", "files")},
 }
 
 

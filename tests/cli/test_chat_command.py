@@ -167,7 +167,7 @@ def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
 
 
 def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault (calls): a reply of `kvcli chat` that was broken off. Result: the conversation is read again from its
+    """Fault: a reply of `kvcli chat` that was broken off. Result: the conversation is read again from its
     start, which is reported.
     """
     said: list[str] = []

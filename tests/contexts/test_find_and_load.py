@@ -116,8 +116,8 @@ def test_a_state_of_later_tokens_is_not_used_for_earlier_ones(maker: Any, store:
 
 
 def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: ContextStore) -> None:
-    """Fault (calls): a context of another model, dtype, RoPE, method, setting, artifact or tokenizer. Result: refused;
-    the message names what differs, with both values. Also in: cache/test_context.
+    """Fault: a context of another model, dtype, RoPE, method, setting, artifact or tokenizer. Result: refused;
+    the message names what differs, with both values.
     """
     made: Maker = maker("rtn")
     ids, identity = tokens(40), made.identity

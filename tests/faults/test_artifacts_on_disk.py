@@ -67,8 +67,8 @@ def test_a_fingerprint_that_cannot_be_read_and_float8_tensors_are_refused(copy: 
 
 
 def test_an_empty_folder_and_a_link_are_exported_into_and_files_of_others_stay(copy: Path) -> None:
-    """Fault (inputs): export into a folder with other files and no artifact. Result: refused, names one of the files;
-    an empty folder, a link and an artifact's folder work. Also in: artifact/test_artifact.
+    """Fault: export into a folder with other files and no artifact. Result: refused, names one of the files;
+    an empty folder, a link and an artifact's folder work.
     """
     artifact, target, link = assemble([copy / "run"]), copy / "empty", copy / "link"
     target.mkdir()
@@ -94,7 +94,7 @@ def test_an_edited_file_and_one_of_an_older_format_are_refused_in_one_line(
     copy: Path, name: str, read: Callable[[Path], Any]
 ) -> None:
     """Fault (files): `samples.json`, `run.json` or `kvcli.json` edited. Result: refused; with a checksum that agrees,
-    refused where types, ranges or shapes contradict each other. Also in: test_recordings_and_runs.
+    refused where types, ranges or shapes contradict each other.
 
     Fault (files): files of an older format. Result: refused with both versions and the remedy.
     """

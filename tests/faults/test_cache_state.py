@@ -64,7 +64,7 @@ def test_rejected_drafts_leave_no_trace(tiny_model: Any) -> None:
 def test_speculation_that_cannot_work_is_refused_before_the_first_token(
     tiny_model: Any, method: str, assisted: str
 ) -> None:
-    """Fault (calls): speculative decoding with a method that cannot crop. Result: refused before the first token. Also
+    """Fault: speculative decoding with a method that cannot crop. Result: refused before the first token. Also
     in: test_seam_calls.
     """
     drafts: dict[str, Any] = {assisted: 3 if assisted == "prompt_lookup_num_tokens" else make_model("llama")}

@@ -202,7 +202,7 @@ def test_binary_standard_input_is_refused() -> None:
 
 def test_an_interrupted_bench_shows_what_it_has_and_ends_with_its_own_code(tmp_path: Path) -> None:
     # the reminder of a signal would fall into the table, or end the process while it exits
-    """Fault (inputs): `bench` stopped by a signal. Result: the rows measured so far, and exit code 130 or 4."""
+    """Fault: `bench` stopped by a signal. Result: the rows measured so far, and exit code 130 or 4."""
     program = f"""
 import atexit
 from kvcli.bench import attention, suite

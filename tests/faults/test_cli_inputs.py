@@ -29,7 +29,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     "arguments", ["generate --prompt -", "generate --prompt-file -", "generate --prompt-file empty.txt", "demo"]
 )
 def test_an_empty_prompt_is_refused(arguments: str) -> None:
-    """Fault (inputs): an empty prompt file or text, a corpus of a format that is not read, a dataset without a
+    """Fault: an empty prompt file or text, a corpus of a format that is not read, a dataset without a
     connection. Result: refused; the message names option or file.
     """
     Path("empty.txt").write_text("\n")
@@ -99,7 +99,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_out_of_memory_names_the_remedy_of_the_command(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Fault (inputs): memory does not suffice. Result: one line with the options of this command that lower it."""
+    """Fault: memory does not suffice. Result: one line with the options of this command that lower it."""
     of_torch = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
     errors = [MemoryError(), RuntimeError(of_torch)]
 

@@ -28,7 +28,7 @@ def made(folders_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_calibrate_resumes_after_kills(made: Path, tmp_path: Path) -> None:
     """Fault (kills): `calibrate`, `fit`, `calibrate --shard` or `merge` killed at any file operation. Result: the same
-    command keeps the complete parts and layers. Also in: calibrate/test_shards.
+    command keeps the complete parts and layers.
     """
     said: list[str] = []
     for folder in killed(recorded, tmp_path):

@@ -22,7 +22,7 @@ from kvcli.storage.manifest import write_sealed
 
 def test_a_folder_has_one_writer(copy: Path) -> None:
     """Fault (kills): two processes write one context file, or one folder. Result: the second is refused at once; the
-    lock (`flock`) ends with its process. Also in: cache/test_context.
+    lock (`flock`) ends with its process.
     """
     recording, artifact = Recording(copy / "samples"), assemble([copy / "run"])
     with locked(copy / "samples", SamplesError), pytest.raises(SamplesError, match="another kvcli process writes"):

@@ -125,7 +125,7 @@ def test_env_verifies_copies_and_lets_a_damaged_one_be_made_again(copy: Path, mo
 
 def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
     """Fault (kills): download or conversion of a built-in model killed. Result: complete wheels are kept; no half copy
-    has the name of a complete one; a waiting process takes over. Also in: test_models_wheels.
+    has the name of a complete one; a waiting process takes over.
     """
     (cache / ".smollm2-135m-abcd" / "converted").mkdir(parents=True)
     (cache / ".smollm2-135m-abcd" / "model.gguf").write_bytes(b"half")

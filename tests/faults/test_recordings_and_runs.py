@@ -66,8 +66,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(copy: Path, change: Calla
 def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault (inputs): another corpus, or other settings, in the same folder. Result: refused; the message names the
-    settings with both values. Also in: storage/test_run_manifest.
+    """Fault: another corpus, or other settings, in the same folder. Result: refused; the message names the
+    settings with both values.
     """
     passes = iter("ab")
     monkeypatch.setattr(collecting, "backbone", lambda model: backbone(model) if next(passes, "") else 1 / 0)
@@ -83,7 +83,7 @@ def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
 
 
 def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault (inputs): `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
+    """Fault: `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
     stay.
     """
     passes, seen = Mock(side_effect=backbone), []
@@ -105,7 +105,7 @@ def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkey
     [(float("nan"), "layer 1 are not finite"), (1e5, r"layer 1 reach .*more than torch.float16 holds.*bfloat16")],
 )
 def test_values_that_cannot_be_recorded_are_refused(tmp_path: Path, value: float, said: str) -> None:
-    """Fault (inputs): queries, keys or values that are not finite, or too large for float16. Result: `calibrate` names
+    """Fault: queries, keys or values that are not finite, or too large for float16. Result: `calibrate` names
     the layer.
     """
     model = make_model("llama")
@@ -116,7 +116,7 @@ def test_values_that_cannot_be_recorded_are_refused(tmp_path: Path, value: float
 
 def test_free_space_is_compared_before_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault (kills): not enough disk for a recording or a built-in model. Result: refused before it starts, with the
-    bytes needed and free. Also in: test_models_wheels.
+    bytes needed and free.
     """
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**10))
     with pytest.raises(SamplesError, match=r"needs 1 MiB, but .* has 0 MiB free"):

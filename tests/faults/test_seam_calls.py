@@ -72,7 +72,7 @@ def test_another_attention_implementation_or_model_of_one_config_inside_the_bloc
 
 
 def test_a_cache_of_another_model_is_refused_also_after_a_pass_that_died(tiny_model: Any) -> None:
-    """Fault (calls): a cache given to another model, or whose pass died. Result: refused; the cache stays as it was,
+    """Fault: a cache given to another model, or whose pass died. Result: refused; the cache stays as it was,
     or asks for `reset()`.
     """
     other = make_model("llama")
@@ -186,7 +186,7 @@ def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
 def test_a_compiled_model() -> None:
     """The patch itself is not traced: a cache is written in order, by what really happens.
 
-    Fault (calls): `torch.compile` of an attached model. Result: works; the graph breaks at every layer's attention.
+    Fault: `torch.compile` of an attached model. Result: works; the graph breaks at every layer's attention.
     """
     model, prompt = make_model("llama", num_hidden_layers=1), {"max_new_tokens": 3, "do_sample": False}
     expected = model.generate(ids(12), **prompt)

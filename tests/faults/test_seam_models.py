@@ -131,7 +131,7 @@ COPIES = (
 @pytest.mark.parametrize("make", COPIES)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's projections have biases
 def test_adapters_and_quantized_copies_are_the_same_model(make: Any, family: str) -> None:
-    """Fault (calls): adapters (LoRA), quantized copies. Result: the same model as without; a merged adapter makes
+    """Fault: adapters (LoRA), quantized copies. Result: the same model as without; a merged adapter makes
     another. A quantized fine-tune cannot be told from a quantized original.
     """
     model, other = make_model(family), make_model(family)
@@ -194,7 +194,7 @@ def test_adapted_and_quantized_models_are_recorded_fitted_and_run(family: str, m
 def test_an_artifact_of_the_base_model_is_accepted_until_an_adapter_is_merged(
     tiny_artifact: Callable[[Any], Artifact],
 ) -> None:
-    """Fault (calls): an artifact and a model with other weights. Result: refused; the message says by how much a
+    """Fault: an artifact and a model with other weights. Result: refused; the message says by how much a
     sample of the key and value projections differs.
     """
     artifact = tiny_artifact(get_method("commvq"))

@@ -74,7 +74,7 @@ def test_a_device_map_that_needs_the_disk_is_refused(tiny_model: Any, tmp_path: 
 
 
 def test_offloaded_layers_are_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
-    """Fault (calls): layers offloaded to `meta`. Result: refused."""
+    """Fault: layers offloaded to `meta`. Result: refused."""
     accelerate.cpu_offload(tiny_model, execution_device=torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="offloaded"):
         kvcli.attach(tiny_model, "qjl")

@@ -40,7 +40,7 @@ def enlarge(model: Any, projection: str, layer: int, peak: float) -> None:
 def test_what_codes_cannot_hold_is_refused(
     tiny_model: Any, method: str, projection: str, named: str, dtype: torch.dtype
 ) -> None:
-    """Fault (calls): keys or values beyond what codes hold. Result: refused with layer, number and
+    """Fault: keys or values beyond what codes hold. Result: refused with layer, number and
     [limit](methods.md#range-of-the-stored-numbers).
     """
     enlarge(tiny_model, projection, 1, 4e5)

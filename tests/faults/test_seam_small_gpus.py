@@ -61,7 +61,7 @@ def test_without_the_kernel_codes_are_the_same(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault (calls): a GPU with too little shared memory for CommVQ's key search. Result: a smaller tile, or the
+    """Fault: a GPU with too little shared memory for CommVQ's key search. Result: a smaller tile, or the
     search in PyTorch.
     """
     config = CommVQConfig(bits=2, codebook_size=8, num_residuals=2, key_iterations=3)

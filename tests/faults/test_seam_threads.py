@@ -47,8 +47,7 @@ def test_sizing_buffers_leaves_kernels_on_for_other_threads_and_all_get_the_same
 def test_threads_under_load(tiny_model: Any, method: str) -> None:
     """Four threads generate at once, with prompts of different lengths and a switch every 10 microseconds.
 
-    Fault (calls): threads with a cache each. Result: each gets the tokens that it gets alone. Also in:
-    test_seam_calls.
+    Fault: threads with a cache each. Result: each gets the tokens that it gets alone.
     """
 
     def generate(session: Any, index: int) -> torch.Tensor:
