@@ -64,6 +64,7 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
 
     from kvcli.eval import sandbox
     from kvcli.eval.greedy import continuations, end_tokens
+    from kvcli.text.detokenizer import text_after
 
     if not sandbox.works():
         raise UsageError("the sandbox of suite code does not work on this system")
@@ -72,11 +73,11 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
     pieces = [(ids[:-1], ids[-1:]) for ids in (tokenizer(problem["prompt"])["input_ids"] for problem in problems)]
 
     def done(index: int, tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens)
+        text = text_after(tokenizer, [*pieces[index][0], *pieces[index][1]], tokens)
         return completion_of(text) != text
 
-    def measured(problem: dict[str, str], tokens: list[int]) -> CodeProblem:
-        completion = completion_of(tokenizer.decode(tokens))
+    def measured(problem: dict[str, str], ids: tuple[list[int], list[int]], tokens: list[int]) -> CodeProblem:
+        completion = completion_of(text_after(tokenizer, [*ids[0], *ids[1]], tokens))
         program = f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
         outcome, name = sandbox.run(program), problem["task_id"]
         return CodeProblem(problem=name, passed=outcome == "passed", outcome=outcome, completion=completion)
@@ -85,7 +86,7 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
         limit, stop = options.max_new_tokens, end_tokens(loaded)
         for case in cases:
             texts, memory = continuations(loaded, case, reporter, pieces, limit, stop=stop, done=done)
-            yield Measured(case, [measured(*pair) for pair in zip(problems, texts, strict=True)], memory)
+            yield Measured(case, [measured(*x) for x in zip(problems, pieces, texts, strict=True)], memory)
 
     return Prepared({"problems": problems, "tokens": pieces, "max_new_tokens": options.max_new_tokens}, rows())
 

@@ -25,6 +25,7 @@ from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models.load import LoadedModel, not_finite
 from kvcli.progress import Reporter
 from kvcli.seam.decoder import backbone, logits_of
+from kvcli.text.detokenizer import text_after
 from kvcli.text.prompts import Message, chat_text
 
 _BOUNDARY = "\n\n"
@@ -155,10 +156,13 @@ def answered(
     """
     tokenizer: Any = loaded.tokenizer
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    decode, pieces, stop = tokenizer.decode, [prompt.pieces for prompt in prompts], end_tokens(loaded)
+    pieces, stop = [prompt.pieces for prompt in prompts], end_tokens(loaded)
+
+    def text_of(index: int, tokens: list[int]) -> str:
+        return text_after(tokenizer, pieces[index][-1], tokens)
 
     def done(index: int, tokens: list[int]) -> bool:
-        return len(tokens) >= limits[index] or decided(decode(tokens), prompts[index].expected)
+        return len(tokens) >= limits[index] or decided(text_of(index, tokens), prompts[index].expected)
 
     def unit_of(prompt: Prompt, answer: str) -> PromptUnit:
         fields = {"prompt_tokens": sum(map(len, prompt.pieces)), "expected": prompt.expected, "answer": answer}
@@ -167,7 +171,7 @@ def answered(
     def rows() -> Iterator[Measured]:
         for case in cases:
             texts, memory = continuations(loaded, case, reporter, pieces, max(limits), stop=stop, done=done)
-            yield Measured(case, list(map(unit_of, prompts, map(decode, texts))), memory)
+            yield Measured(case, list(map(unit_of, prompts, map(text_of, range(len(prompts)), texts))), memory)
 
     return Prepared({"prompts": prompts}, rows())
 

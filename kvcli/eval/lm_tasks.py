@@ -18,6 +18,7 @@ from kvcli.eval.greedy import end_tokens, greedy, read
 from kvcli.eval.suite import NewCache
 from kvcli.models.load import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
+from kvcli.text.detokenizer import text_after
 
 _MAX_NEW_TOKENS = 256
 """Length of a continuation where a task names none, as in lm-eval."""
@@ -89,17 +90,17 @@ class CachedModel(TemplateLM):
             until = arguments.get("until") or []
             ends = [until] if isinstance(until, str) else list(until)
             limit = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or _MAX_NEW_TOKENS)
+            ids = self.tok_encode(context)[-max(1, self.max_length - limit) :] or [self.prefix_token_id]
 
-            def done(tokens: list[int], ends: Sequence[str] = ends) -> bool:
-                text = self.tokenizer.decode(tokens)
+            def done(tokens: list[int], ids: Sequence[int] = ids, ends: Sequence[str] = ends) -> bool:
+                text = text_after(self.tokenizer, ids, tokens)
                 return any(end in text for end in ends)
 
-            ids = self.tok_encode(context)[-max(1, self.max_length - limit) :] or [self.prefix_token_id]
             stop = end_tokens(self.loaded)
             tokens, self.last_cache = greedy(
                 self.loaded, self.new_cache, [ids], limit, chunk=self.chunk, stop=stop, done=done
             )
-            text = self.tokenizer.decode(tokens)
+            text = text_after(self.tokenizer, ids, tokens)
             texts.append(text[: min((text.find(end) for end in ends if end in text), default=len(text))])
         return texts
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from kvcli.text.detokenizer import Detokenizer
 
 Piece = tuple[str, Any]
 """A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text, or index, name and arguments."""
@@ -36,6 +36,7 @@ class Answer:
         stop: texts that end the answer and are not part of it.
         ends: tokens that end it.
         parser: see `response_parser`.
+        prompt: the tokens before the answer, of which its text depends.
         send: called with the pieces of new tokens, as few as they can be.
         finish_reason: why it ended; None before.
     """
@@ -46,6 +47,7 @@ class Answer:
     stop: Sequence[str]
     parser: Any
     send: Callable[[Piece], None]
+    prompt: Sequence[int] = ()
     num_tokens: int = 0
     finish_reason: str | None = None
     _held: str = ""
@@ -53,10 +55,10 @@ class Answer:
     _pieces: list[Piece] = field(default_factory=list)
     _unparsed: str = ""
     _end: str = ""
-    _stream: DecodeStream = field(init=False)
+    _text: Detokenizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=self.parser is None)
+        self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
 
     def feed(self, tokens: Iterable[int]) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has."""
@@ -66,9 +68,8 @@ class Answer:
             self.num_tokens += 1
             ended = token in self.ends
             if not ended or self.parser is not None:
-                text = self._stream.step(self.tokenizer._tokenizer, token) or ""
-                self._end = text if ended else ""
-                self._add(text)
+                self._end = self.tokenizer.decode([token]) if ended else ""
+                self._add(self._text.add([token]))
             if self.finish_reason is None and (ended or self.num_tokens >= self.max_tokens):
                 self._finish("stop" if ended else "length")
         for piece in self._pieces:

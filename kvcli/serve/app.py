@@ -169,7 +169,7 @@ class Server:
 
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
         ends = stop_tokens(self.loaded.model, None, None)[0]
-        answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send)
+        answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send, ids[0].tolist())
         job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
         self.engine.submit(job)
         if body.stream:

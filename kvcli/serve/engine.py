@@ -227,10 +227,16 @@ class Engine:
                 for job in jobs:
                     self.metrics.first.observe(time.monotonic() - job.since)
             for job, row in zip(jobs, tokens.tolist(), strict=True):
-                if job in unended and (job.cancelled.is_set() or job.answer.feed(row)):
+                if job not in unended:
+                    continue
+                ended = True  # by an error, too, of which no other request is told
+                with self._telling([job]):
+                    job.check()
+                    if ended := job.answer.feed(row):
+                        job.done(None)
+                if ended:
                     unended.remove(job)
                     self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
-                    job.done(Cancelled() if job.cancelled.is_set() else None)
             if not unended:
                 raise Cancelled
             if not begun:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
 
 from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
 from kvcli.attention.session import Session
@@ -19,6 +18,7 @@ from kvcli.models.checkpoint import quiet_transformers
 from kvcli.models.load import LoadedModel, layers_watched, not_finite
 from kvcli.progress import Progress, no_progress
 from kvcli.seam.decoder import backbone, decoder_layers
+from kvcli.text.detokenizer import Detokenizer
 
 
 @torch.inference_mode()
@@ -91,30 +91,6 @@ class Generation:
         return {**asdict(self), "memory": self.memory.to_dict()}
 
 
-class _Stream(TextStreamer):
-    """Hands finished pieces of text on, and notes when tokens come."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write = write
-        self.pieces: list[str] = []
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        if not (self.skip_prompt and self.next_tokens_are_prompt):
-            self.times.append(time.perf_counter())
-        super().put(value)
-
-    def put_all(self, tokens: Tensor) -> None:
-        """Takes tokens [1, count] one by one, as the base class wants them."""
-        for token in tokens[0]:
-            self.put(token.unsqueeze(0))
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.pieces.append(text)
-        self.write(text)
-
-
 def generate_text(
     loaded: LoadedModel,
     session: Session,
@@ -139,12 +115,22 @@ def generate_text(
         cache: whose tokens are the first of the prompt; default: a new one.
         mode, prefill_chunk, compile_layers: see `Session.generate`.
     """
-    stream = _Stream(loaded.tokenizer, write)
+    detokenizer = Detokenizer(loaded.tokenizer, ids[0].tolist())
+    pieces, times = list[str](), list[float]()
+
+    def show(text: str) -> None:
+        pieces.append(text)
+        write(text)
+
+    def take(tokens: Tensor) -> None:
+        """Tokens [1, count] that were made together."""
+        times.extend([time.perf_counter()] * tokens.shape[1])
+        show(detokenizer.add(tokens[0].tolist()))
+
     torch.manual_seed(seed)
     reused = 0 if cache is None else cache.get_seq_length()
     started = time.perf_counter()
     with quiet_transformers():
-        stream.put(ids[0].cpu())
         generated = session.generate(
             ids,
             sampling=sampling,
@@ -152,13 +138,12 @@ def generate_text(
             prefill_chunk=prefill_chunk,
             mode=mode,
             compile_layers=compile_layers,
-            on_tokens=stream.put_all,
+            on_tokens=take,
         )
-        stream.end()
-    times = stream.times
+        show(detokenizer.end())
     spread = times[-1] - times[0]
     generation = Generation(
-        text="".join(stream.pieces),
+        text="".join(pieces),
         prompt_tokens=ids.shape[1],
         reused_tokens=reused,
         new_tokens=generated.new_tokens,

@@ -21,6 +21,7 @@ from served import LONG, Served, answered, busy, request, serving, until
 from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import CacheError, ModelError
 from kvcli.serve import app as app_module
+from kvcli.serve.answers import Answer
 from kvcli.serve.engine import Job
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
@@ -429,6 +430,25 @@ def test_one_answer_that_fails_takes_no_others_of_its_batch_along() -> None:
         served.prefixes.read = fail  # type: ignore[method-assign]
         with busy(served):
             made = [pool.submit(served.complete, prompt, 8) for prompt in ("bad", "Good")]
+            waiting(served, 2)
+        with pytest.raises(openai.InternalServerError, match="internal error"):
+            made[0].result()
+        assert made[1].result().choices[0].text == alone
+
+
+def test_an_answer_that_fails_ends_no_other_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Answer.feed
+
+    def failing(answer: Answer, tokens: Any) -> bool:
+        if answer.max_tokens == 7:
+            raise ValueError("no text")
+        return feed(answer, tokens)
+
+    with serving() as served, ThreadPoolExecutor(2) as pool:
+        alone = served.complete("twelve words", 9).choices[0].text
+        monkeypatch.setattr(Answer, "feed", failing)
+        with busy(served):
+            made = [pool.submit(served.complete, "twelve words", count) for count in (7, 9)]
             waiting(served, 2)
         with pytest.raises(openai.InternalServerError, match="internal error"):
             made[0].result()
