@@ -144,9 +144,10 @@ class Context:
         """Its record, and the bytes of its blocks; parts of codes are rounded up to whole groups of the method.
 
         Raises:
-            CacheError: `input_ids` are not of the snapshot's slots.
+            CacheError: `input_ids` are not of the snapshot's slots, or positions that no reader takes.
         """
         snapshot, shape = self.snapshot, list(self.snapshot.tensors[VALID].shape)
+        snapshot.check_positions()
         if self.input_ids is not None and list(self.input_ids.shape) != shape:
             raise CacheError(
                 f"input_ids are {list(self.input_ids.shape)}, but the cache holds {shape}: give those that it "

@@ -178,7 +178,10 @@ class Passes:
         counts = sequences.append(new, valid)
         self._layers_left = self.num_layers
         forward = Forward(sequences, rotary.rotation, new, real if padded else None, counts, device, self.new_ranges())
-        sequences.keep_positions(rotary.positions.expand(batch, -1), forward.window.index)
+        positions = rotary.positions.expand(batch, -1)
+        if not rotary.known:  # they count on from what the cache holds
+            positions = (valid.cumsum(1) - 1)[:, -query_len:].clamp(min=0)
+        sequences.keep_positions(positions, forward.window.index)
         return forward
 
     @property

@@ -129,11 +129,15 @@ class Snapshot:
         """Checks what checksums cannot tell: that the tensors can be those of a cache of a model in this dtype.
 
         Raises:
-            CacheError: window tokens of more bits than 16 and the model's, or positions that are negative or fall.
+            CacheError: window tokens of more bits than 16 and the model's, or as `check_positions`.
         """
         for name, x in self.tensors.items():
             if name.rpartition(".")[2] in WINDOWS and ".state." not in name and x.itemsize > max(2, dtype.itemsize):
                 raise CacheError(f"{name} is {x.dtype}, but the model is {dtype}")
+        self.check_positions()
+
+    def check_positions(self) -> None:
+        """CacheError: positions that are negative or fall, with which no cache can be written or read."""
         positions = self.tensors.get(POSITIONS)
         if positions is None or positions.shape[0] != len(self.counts.lengths):
             return  # `CompressedCache.restore` refuses tensors that are missing or of other shapes

@@ -67,10 +67,14 @@ class LayerAttention:
 
 
 class RotaryOutput(NamedTuple):
-    """RoPE positions [batch or 1, query_len] of a pass's new tokens, and their rotation in the model's dtype."""
+    """RoPE positions [batch or 1, query_len] of a pass's new tokens, and their rotation in the model's dtype.
+
+    Where nothing rotates, a model may not say which positions they are; not `known`, they count within the pass.
+    """
 
     positions: Tensor
     rotation: Rotation
+    known: bool = True
 
 
 @dataclass(frozen=True)

@@ -160,10 +160,10 @@ class Seam:
         # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
         if self._rotary is not None and (positions is None or self._rotary_sees_other_positions):
             raise ModelError("the attention was called outside a forward pass of the model")
+        known = positions is not None and self._rotary is not None
         if positions is None or self._rotary is None:
-            # nothing rotates, so that any positions will do
             positions = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
-        output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype))
+        output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype), known)
         self.current.output = output
         return output
 
