@@ -85,6 +85,7 @@ def run(options: ServeOptions, output: Output) -> None:
         )
         host, port = listening.getsockname()[:2]
         method, bits = server.headers.values()
+        listening.listen()  # who reads the next lines may connect at once
         output.say(f"{options.model} with {method}, {bits} bits per value; {contexts}")
         output.say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):  # the signal that ended it, which uvicorn raises again

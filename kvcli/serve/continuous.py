@@ -139,8 +139,8 @@ class ContinuousEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
-        return max(0, len(self._jobs) - len(self._manager.batch_processor.scheduler.active_requests))
+        """Requests that wait; one that has ended is active until its pass is over."""
+        return len(self._jobs.keys() - self._manager.batch_processor.scheduler.active_requests.keys())
 
     @property
     def is_alive(self) -> bool:
@@ -217,9 +217,9 @@ class ContinuousEngine:
         time.sleep(_POLL_S)  # it may fail at once, such as after an error of the GPU
 
     def _end(self, name: str, error: Exception | None) -> None:
-        job = self._jobs.pop(name, None)
+        job = self._jobs[name]
+        self._manager.cancel_request(name)
+        self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
         self._choose.pop(name, None)
-        if job is not None:
-            self._manager.cancel_request(name)
-            self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
-            job.done(error)
+        del self._jobs[name]
+        job.done(error)

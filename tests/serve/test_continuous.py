@@ -52,9 +52,10 @@ def streamed(events: Any) -> tuple[str, list[str]]:
 
 
 def is_idle(served: Served) -> bool:
-    """Whether nothing is left of requests."""
+    """Whether nothing is left of requests: transformers frees their pages after it has struck them off its lists."""
     scheduler = served.engine._manager.batch_processor.scheduler
-    return not (served.engine._jobs or scheduler.active_requests or scheduler.waiting_requests)
+    with scheduler._cancellation_lock:
+        return not (served.engine._jobs or scheduler.active_requests or scheduler.waiting_requests)
 
 
 def session_ids(prompt: str, count: int, seed: int = 0, **sampling: Any) -> list[int]:
@@ -159,6 +160,18 @@ def test_a_client_that_goes_away_while_it_waits_costs_nothing() -> None:
         connection.close()
         until(lambda: len(served.engine._jobs) == 1)
         assert served.counted("kvcli_tokens_total", kind="prompt") == len("Go on")
+
+
+def test_a_request_that_has_ended_takes_no_other_for_running() -> None:
+    with serving_together(max_batch=1) as served:
+        gone = served.open(request("/v1/completions", STREAM))
+        until(lambda: served.engine._manager.batch_processor.scheduler.active_requests)
+        with served.engine._manager.pause():
+            gone.close()
+            until(lambda: not served.engine._jobs)
+            with served.open(request("/v1/completions", STREAM)):
+                until(lambda: served.engine._jobs)
+                assert served.engine.num_waiting == 1
 
 
 def test_a_stop_string_ends_an_answer_and_its_work(exact: Served) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
-from console import METHOD, refused
+from console import METHOD, invoke, refused
 from factories import make_model
 from served import answered, request, until
 
@@ -113,6 +113,14 @@ def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Pat
     with _engine(options, {"hot_bytes": 2**24}, output, print) as (_, engine, _):
         config = engine.session.config
     assert {name: getattr(config, name) for name in settings} == {**settings, "k_bits": (4, 3, 2), "flush_block": 0}
+
+
+def test_a_server_listens_before_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(_: Any, sockets: list[socket.socket]) -> None:
+        socket.create_connection(sockets[0].getsockname(), timeout=30).close()
+
+    monkeypatch.setattr("uvicorn.Server.run", connect)
+    assert "serving http" in invoke("serve", str(folder), *METHOD, "--port", "0", "--no-store").stderr
 
 
 @pytest.mark.parametrize("option", ["--no-store", "--continuous"])

@@ -35,7 +35,7 @@ LONG = 3000
 """Tokens of an answer that takes longer than any test waits."""
 
 
-def until(happens: Callable[[], Any], seconds: float = 30) -> None:
+def until(happens: Callable[[], Any], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < end, "it did not happen"
