@@ -124,8 +124,9 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
             kind = _format(files[0])
             for file in files if kind == "json" else ():
                 with gzip.open(file) if file.suffix.lower() == _COMPRESSED else file.open("rb") as stream:
-                    if re.match(rb"[\s\[]*null\b", stream.read(4096)):  # it ends pyarrow's reader with a crash
-                        raise CorpusError(f"the corpus '{file}' begins with null instead of a record")
+                    # pyarrow's reader can end the process where the first value is none
+                    if not re.match(rb"(\xef\xbb\xbf)?\s*\[?\s*(\{|$)", stream.read(4096)):
+                        raise CorpusError(f"the corpus '{file}' does not begin with a record, a JSON object")
             options = {"sample_by": "document"} if kind == "text" else {}
             data = datasets.load_dataset(
                 kind, data_files=[str(file) for file in files], split="train", streaming=True, **options

@@ -209,10 +209,9 @@ FORMATS = r"\.parquet, \.jsonl, \.json, \.csv, \.txt .*\.gz"
         ({"a.json": '{"text": "x"}', "b.TXT": "text"}, ".", {}, r"holds .* and .* files"),
         *(({x: "text"}, y, {}, FORMATS) for x in ("a.zip", "a.gz", "a.parquet.gz", "a.md", "a") for y in (".", x)),
         ({"a.jsonl.gz": RECORDS}, "a.jsonl.gz", {}, "cannot read the corpus"),
-        # pyarrow's reader ends the process
         *(
-            ({"a.json": text}, "a.json", {}, "begins with null")
-            for text in ("null", ' \n null\n{"text": "x"}', '[null, {"text": "x"}]')
+            ({"a.json": text}, "a.json", {}, "does not begin with a record")
+            for text in ("3", ' \n "x"\n{"text": "x"}', '["x", {"text": "x"}]')
         ),
         ({"a.jsonl": '{"text": "x"}\n{"other": "y"}\n'}, "a.jsonl", {}, "has no text in column 'text'"),
         # these are not looked for on the hub
