@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [path, *(x for name, inner in below for x in _paths(inner, (*path, name)))]
 
 
-def test_help_is_fast_and_loads_nothing_slow() -> None:
+def test_help_loads_nothing_slow() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "kvcli", "--help"]
-    started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 10  # the target of 0.5 s is measured, not asserted, on shared machines
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"torch", "numpy", "ssl", "asyncio", "yaml", "safetensors", "huggingface_hub"} & loaded
     says(done.stdout, *COMMANDS)

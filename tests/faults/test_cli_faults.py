@@ -115,13 +115,11 @@ except KeyboardInterrupt:
     print("cleaned")
 """
     (tmp_path / "drops.py").write_text(drops)
-    work = "(__import__('drops'), __import__('time').sleep(10))"
+    work = "(__import__('drops'), __import__('time').sleep(90))"
     program = f"from kvcli.cli import start; start._open_streams = lambda: {work}; start.main()"
-    begun = time.monotonic()
     done = run(sys.executable, "-c", heeding(number, program), "methods", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "cleaned\n")
     assert done.stderr == f"error: {'interrupted' if code == 130 else 'terminated'}\n"
-    assert time.monotonic() - begun < 5
 
 
 def test_resuming_is_promised_by_commands_that_resume_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,9 +174,9 @@ def test_records_with_odd_values_are_read_or_refused(two: Maker, store: ContextS
     for _ in range(300):
         execute(store, "UPDATE records SET record = ? WHERE context = 1", good)
         forge(store, "a", change)
-        started = time.monotonic()
+        started = time.process_time()
         count += refused(use)
-        assert time.monotonic() - started < 5
+        assert time.process_time() - started < 5
         store.sizes(), store.shared(), store.contexts()
     assert count > 200
     execute(store, "UPDATE records SET record = ? WHERE context = 1", good)

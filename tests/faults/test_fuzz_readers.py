@@ -148,14 +148,14 @@ def fuzz(folder: Path, count: int, seed: int) -> None:
         path.write_bytes((damaged_json if as_json else damaged_bytes)(before, chance))
         if path.suffix == ".safetensors" and chance.random() < 0.8:
             restore.append(agree(folder, name))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             read(folder)
         except KvcliError:
             refused += 1
         except Exception as error:
             raise AssertionError(f"{name}, mutation {index} of seed {seed}: {error!r}") from error
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
         for changed, content in ((path, before), *restore):
             changed.write_bytes(content)
     assert refused > count // 2

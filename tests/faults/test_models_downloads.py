@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -47,22 +48,25 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return made
 
 
-def test_a_name_that_no_hub_has_and_an_unknown_one_without_a_connection_fail_at_once() -> None:
+def test_a_name_that_no_hub_has_and_an_unknown_one_without_a_connection_fail_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub, "_REACH_SECONDS", 60)
     with pytest.raises(ModelError, match="neither a folder here nor a name of the form OWNER/MODEL"):
         load_model("no body/mo del", device="cpu")
     started = time.perf_counter()
     with pytest.raises(ModelError, match="the hub cannot be reached nor does its cache have a copy"):
         load_model("nobody/no-such-model", device="cpu", revision="v1")
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < hub._REACH_SECONDS
 
 
 def test_a_hub_that_does_not_answer_is_given_up(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_REACH_SECONDS", 0.05)
-    monkeypatch.setattr(stand_in, "model_info", lambda *_, **__: time.sleep(3))
-    started = time.perf_counter()
+    given_up = threading.Event()
+    monkeypatch.setattr(stand_in, "model_info", lambda *_, **__: given_up.wait(60) or pytest.fail("it was waited for"))
     with pytest.raises(ModelError, match="cannot be reached"):
         load_model("nobody/model", device="cpu")
-    assert time.perf_counter() - started < 2
+    given_up.set()
 
 
 @pytest.mark.parametrize(
