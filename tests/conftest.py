@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from factories import FAMILIES, make_model, record
 from fake_pip import FakePip
-from fast import FAST
+from fast import FAST, SLOWER
 from passes import mask_of
 
 from kvcli.artifact.artifact import Artifact
@@ -73,9 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "sabotage" not in config.option.markexpr:
         items[:] = [item for item in items if item.get_closest_marker("sabotage") is None]
     for item in items:
-        if "kernels" in item.nodeid or "fused" in item.nodeid:
+        if re.search(r"kernels|(?<!re)fused", item.nodeid):
             item.add_marker("kernels")
-        if item.path.relative_to(TESTS).as_posix() in FAST and not {"kernels", "slow"} & item.keywords.keys():
+        fast = item.path.relative_to(TESTS).as_posix() in FAST and not SLOWER.search(item.nodeid)
+        if fast and not {"kernels", "slow"} & item.keywords.keys():
             item.add_marker("fast")
     items.sort(key=lambda item: "slow" not in item.keywords)
 

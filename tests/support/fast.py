@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 FAST = (
     "test_foundation.py",
     "artifact/test_artifact.py",
@@ -32,7 +34,6 @@ FAST = (
     "methods/test_qjl.py",
     "models/test_models.py",
     "plan/test_bits.py",
-    "seam/test_identity.py",
     "seam/test_logits.py",
     "seam/test_spec_of_config.py",
     "serve/test_requests.py",
@@ -41,3 +42,9 @@ FAST = (
     "text/test_detokenizer.py",
 )
 """Paths in `tests/`. `tests/test_fast.py` says how many cases and seconds they may have."""
+
+SLOWER = re.compile(
+    r"test_import_patches_nothing|test_help_loads_nothing|test_misused_flags"
+    r"|test_methods_cache.py::TestRegistry.*\[(?!rtn|kivi|klt|commvq)"
+)
+"""Tests of these files that do not take part: they start processes, or run a model for each of the other methods."""
