@@ -59,20 +59,10 @@ def flash_attn_varlen_func(
     return attention(q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2)).squeeze(2)
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-) -> str:
-    assert (max_seqlen_q, num_heads_q, num_heads_kv, headdim) == (1, 4, 2, 16)
-    assert cache_seqlens.tolist() == [max_seqlen_k] * batch_size
+def get_scheduler_metadata(*shape: Any, cu_seqlens_q: Tensor) -> str:
+    """As in vllm: batch, queries, tokens, heads, kv heads, channels, tokens of each sequence, dtype."""
+    batch, queries, tokens, *heads, lengths, _ = shape
+    assert (queries, heads, lengths.tolist()) == (1, [4, 2, 16], [tokens] * batch)
     return "metadata"
 
 
@@ -82,21 +72,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_tensor_cores: bool, backend: str) -> None:
         assert kv_layout == "HND"
 
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
+    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, **others: Any) -> None:
         assert {x.dtype for x in (indptr, indices, last_page_len)} == {torch.int32}
-        assert (num_qo_heads, num_kv_heads, head_dim, page_size) == (4, 2, 16, 1)
-        self.starts, self.indices, self.dtypes = indptr.tolist(), indices.long(), (q_data_type, kv_data_type)
+        self.dtypes = others.pop("q_data_type"), others.pop("kv_data_type")
+        assert others == {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 1}
+        self.starts, self.indices = indptr.tolist(), indices.long()
 
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
         assert (q.dtype, pages[0].dtype) == self.dtypes

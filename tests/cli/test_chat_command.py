@@ -191,7 +191,11 @@ def test_a_conversation_with_a_server() -> None:
         made = result("chat", "--url", url, "--max-new-tokens", "5", "--json", stdin="Hello there\nAnd now?\n/exit\n")
         texts = [message["content"] for message in made["messages"]]
         assert [message["role"] for message in made["messages"]] == ["user", "assistant"] * 2
-        assert texts[1] == served.chat("Hello there", 5).choices[0].message.content
+        with served.client() as client:
+            for end in (1, 3):
+                asked = client.chat.completions.create(model="tiny", messages=made["messages"][:end], max_tokens=5)
+                assert texts[end] == asked.choices[0].message.content
+        assert texts[::2] == ["Hello there", "And now?"]
         assert [turn["new_tokens"] for turn in made["turns"]] == [5, 5]
         assert "--method is for the server" in refused("chat", "--url", url, "--method", "kivi-2", stdin="Hello\n")
     assert "Connection error" in refused("chat", "--url", url, code=1, stdin="Hello\n")

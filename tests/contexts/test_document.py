@@ -14,6 +14,7 @@ from factories import load, make_model
 from transformers import pipeline
 
 import kvcli
+from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, UsageError
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
@@ -44,6 +45,17 @@ def test_questions_do_not_change_each_others_answers(made: Any, tmp_path: Path) 
         stored = made(store=tmp_path)
         assert [stored.ask(question, SAMPLING).text for question in questions] == [x.text for x in answers]
         assert stored.reused_tokens == reused
+
+
+def test_of_a_longer_document_so_much_is_used_that_the_last_tokens_are_exact(made: Any, tmp_path: Path) -> None:
+    """As many as the window holds: elsewhere a question follows tokens that are codes."""
+    store = ContextStore(tmp_path, block_tokens=16)
+    made(store=store).read()
+    for length in range(128, 144):
+        document = made(TEXT[:length], store=store)
+        document.read()
+        store.remove(document.name)
+        assert 100 < document.reused_tokens <= document.ids.shape[1] - 8
 
 
 def test_pieces_of_the_answer_are_streamed(made: Any) -> None:

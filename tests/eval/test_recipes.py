@@ -108,6 +108,7 @@ def test_an_artifact_is_the_one_that_was_measured(
         artifact=str(folder),
         artifact_sha256=artifact_sha256(folder),
     )
+    assert made.artifact_sha256 == json.loads((folder / "kvcli.json").read_text())["sha256"]
     made.save(tmp_path / "r.yaml")
     with kvcli.attach(loaded, recipe=tmp_path / "r.yaml") as session:
         assert session.config.sink_length == 2

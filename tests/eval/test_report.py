@@ -22,7 +22,7 @@ from test_suites import KIVI, SIZES
 
 from kvcli._version import __version__
 from kvcli.models.load import LoadedModel
-from kvcli.report.page import by_task, capacity, loss_by_size
+from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotations
 from kvcli.report.tables import Row, answers, named, read, sections
 from kvcli.storage.atomic import append_record
 
@@ -80,6 +80,19 @@ def test_ruler_is_a_map_by_task_above_a_folded_table(repo_root: Path) -> None:
     text = page(file)
     assert re.findall(r"<summary>(.*?)</summary>", text) == [f"{len(rows) * 11} rows"]
     assert text.count(">niah_multikey_2</text>") == 2  # on a phone and a desk
+
+
+def test_the_shade_of_a_map_is_what_its_text_says(measured: Path, repo_root: Path) -> None:
+    rows = read(measured)
+    needle, recall = ([row for row in rows if row["suite"] == suite] for suite in ("needle", "recall"))
+    for cell in needles(needle)[-1].data:
+        found, of = map(int, cell["text"].split(" of "))
+        assert cell["share"] == found / of
+    words = recall[0]["units"][0]["words"]
+    for cell in quotations(recall)[0].data:
+        assert cell["share"] == pytest.approx(float(cell["text"]) / words, abs=0.05 / words)
+    for cell in by_task(read(repo_root / "docs" / "results" / "ruler-qwen2.5-coder-1.5b.jsonl"))[-1].data:
+        assert cell["text"] == f"{100 * cell['share']:.0f}"
 
 
 def test_a_page_loads_nothing_and_its_charts_have_the_colour_of_its_text(measured: Path) -> None:
@@ -290,7 +303,7 @@ def test_control_characters_and_marks_of_text_files(committed: list[str]) -> Non
     for control in ("\t\x7f", ""):
         rows[0]["label"] = rows[0]["method"] = f"a{control}</script>"
         Path("rows.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)))
-        assert read("rows.jsonl")[0]["label"] == f"a{' ' * len(control)}</script>"
+        assert read(Path("rows.jsonl"))[0]["label"] == f"a{' ' * len(control)}</script>"
     assert "a&lt;/script&gt;" in page("rows.jsonl")
     assert result("report", "rows.jsonl", "--json", "-o", "-", "--format", "md")["sections"][0]["rows"] == 2
 

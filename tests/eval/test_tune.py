@@ -6,6 +6,7 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cli.tune import TuneOptions
 from kvcli.commands.machine import commit
-from kvcli.eval.tune import Goal, path_of
+from kvcli.eval.suite import Case
+from kvcli.eval.tune import Goal, path_of, tune
 from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
 
@@ -57,6 +59,27 @@ def test_a_goal_is_the_fewest_bytes_or_the_least_loss() -> None:
     assert Goal(8, max_bytes=2.5).best(found, lambda x: x) == (2, 0.2)
     assert Goal(8, max_bytes=3).best(found, lambda x: x) == (3, 0.1)
     assert Goal(8, max_kld=0.3, max_bytes=1).best(found, lambda x: x) is None
+
+
+@pytest.mark.parametrize("goal", [Goal(8, max_kld=0.1), Goal(8, max_bytes=150)])
+def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
+    goal: Goal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its bytes at the asked loss, or its loss at the asked bytes."""
+    searched: list[str] = []
+    monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, judge: searched.append(base.method) or [])
+
+    def trial(case: Case) -> Any:
+        bits = case.settings["k_bits"]
+        memory = SimpleNamespace(cache_bytes=50 * bits)
+        return SimpleNamespace(
+            case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.method] / bits, memory=memory
+        )
+
+    judge: Any = SimpleNamespace(goal=goal, loaded=SimpleNamespace(spec=SimpleNamespace(num_layers=2)), trial=trial)
+    for methods in (("kivi", "rtn", "squat"), ("rtn", "squat", "kivi"), ("squat", "kivi", "rtn")):
+        tune([Case("", method) for method in methods], [], judge)
+    assert searched == ["rtn"] * 3
 
 
 def test_the_search_writes_a_recipe_that_does_what_it_says(command_model: LoadedModel) -> None:

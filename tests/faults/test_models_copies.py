@@ -19,7 +19,8 @@ from fake_pip import Bars, FakePip
 from test_models_gguf import write
 
 from kvcli.errors import ModelError
-from kvcli.models import builtin_models, load_model
+from kvcli.models import builtin_models
+from kvcli.models.load import load_model
 from kvcli.models.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
 from kvcli.storage.atomic import file_record
 

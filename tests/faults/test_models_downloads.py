@@ -15,7 +15,8 @@ from factories import make_model
 from huggingface_hub import errors
 
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import hub, load_model
+from kvcli.models import hub
+from kvcli.models.load import load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

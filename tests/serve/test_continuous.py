@@ -211,6 +211,10 @@ def test_requests_are_sampled_as_each_says(sampling: dict[str, Any], exact: Serv
     assert not exact.engine._choose
 
 
+def test_samples_without_a_seed_differ(exact: Served) -> None:
+    assert len({exact.complete("Hi", 20, temperature=1.0).choices[0].text for _ in range(3)}) == 3
+
+
 def test_what_does_not_fit_the_pages_is_refused_and_what_fits_waits_for_room() -> None:
     with serving_together(hot_bytes=STOCK_PAGE // 3) as served, ThreadPoolExecutor(3) as pool:
         most = served.engine.max_length
