@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
-from lookups import LENGTH, SHARED, filled, measure
 
 from kvcli.contexts.index import Index
 from kvcli.contexts.search import prefix_digests
+from research.lookups import LENGTH, SHARED, filled, measure
 
 
 def test_checksums_of_first_tokens_are_those_of_each_prefix_alone() -> None:
@@ -26,7 +26,7 @@ def test_checksums_of_first_tokens_are_those_of_each_prefix_alone() -> None:
 def test_a_look_up_does_not_read_all_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instructions of SQLite's virtual machine, in hundreds: as many among 200 contexts as among 25.
 
-    `tests/contexts/lookups.py` measures the times.
+    `python -m research.lookups` measures the times.
     """
     executed = [0]
 

@@ -1,4 +1,4 @@
-"""How long a look-up takes among many contexts of 32K tokens: `PYTHONPATH=. python tests/contexts/lookups.py [COUNT]`.
+"""How long a look-up takes among many contexts of 32K tokens: `python -m research.lookups [COUNT]`.
 
 The index is filled with rows as `ContextStore.put` makes them; of the blocks, only those with token ids are there.
 """
