@@ -20,8 +20,8 @@ from test_models_gguf import write
 
 from kvcli.errors import ModelError
 from kvcli.models import builtin_models
-from kvcli.models.load import load_model
 from kvcli.models.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
+from kvcli.models.load import load_model
 from kvcli.storage.atomic import file_record
 
 SMOL = BUILTIN_MODELS["smollm2-135m"]

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
+from kvcli.models.hub import check_model_name
 from kvcli.models.load import load_model
 from kvcli.spec import ModelSpec
 
@@ -249,6 +250,8 @@ def test_partial_rotary_embeddings() -> None:
 def test_a_folder_that_does_not_exist(name: str) -> None:
     assert f"cannot load model '{name}': there is no such folder" in (message := refusal(name))
     assert ("did you mean 'smollm2-135m'?" in message) == (name == "smollm2-135")
+    with pytest.raises(ModelError, match="there is no such folder"):
+        check_model_name(name)
 
 
 def test_a_file_a_revision_of_a_folder_a_device_without_data_and_other_families_are_refused(folder: Path) -> None:

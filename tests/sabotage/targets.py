@@ -7,8 +7,11 @@ from __future__ import annotations
 
 CODECS = "methods/test_contract.py"
 CACHE = "cache/test_methods_cache.py"
+SERVER = "serve/test_server.py::test_"
+BATCHING = "integrations/test_continuous_batching.py::test_"
+REPORT = "eval/test_report.py::test_"
 
-TARGETS: dict[str, str] = {
+SEEN: dict[str, str] = {
     # kvcli's foundation
     "kvcli.methods.packing:pack_bits": "foundation/test_packing.py",
     "kvcli.methods.packing:unpack_bits": "foundation/test_packing.py",
@@ -41,6 +44,69 @@ TARGETS: dict[str, str] = {
     "kvcli.methods.squat.codec:SQuatKey.encode": "methods/test_squat.py",
     "kvcli.methods.squat.subspace:corrections": "methods/test_squat.py",
     "kvcli.methods.qjl.codec:QJLKey.encode": "methods/test_qjl.py",
+    # cache and attention
+    "kvcli.cache.counts:TokenCounts.append": "cache/test_store.py " + CACHE,
+    "kvcli.cache.forward:check_mask": "faults/test_cache_state.py faults/test_seam_calls.py",
+    # servers
+    "kvcli.serve.requests:parse": "serve/test_requests.py",
+    "kvcli.serve.requests:prompt_of": "serve/test_requests.py",
+    "kvcli.serve.answers:Answer.feed": "serve/test_answers.py",
+    "kvcli.serve.answers:Form.chunk": "serve/test_answers.py",
+    "kvcli.serve.answers:Form.whole": "serve/test_answers.py",
+    "kvcli.serve.answers:usage_of": "serve/test_answers.py " + SERVER + "a_prompt_is_found_again_and_usage_says_so",
+    "kvcli.serve.answers:response_parser": "serve/test_answers.py",
+    "kvcli.serve.prefixes:boundaries": "serve/test_prefixes.py",
+    "kvcli.serve.prefixes:Prefixes.keep": "serve/test_prefixes.py",
+    "kvcli.serve.app:api_error": SERVER + "errors_of_the_engine_are_told_and_passed_over",
+    "kvcli.serve.engine:Engine._together": SERVER + "requests_that_are_too_long_together_are_no_batch",
+    # codes in pages
+    "kvcli.paged.windows:Windows.advance": "paged/test_windows.py",
+    "kvcli.paged.windows:Windows.fork": "paged/test_windows.py",
+    "kvcli.paged.windows:Windows.release": "paged/test_windows.py",
+    "kvcli.paged.windows:Windows.check": "paged/test_windows.py",
+    "kvcli.paged.batch:Batch.of": "paged/test_batch.py",
+    "kvcli.paged.batch:Part.visible": BATCHING + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:attend_exact": BATCHING + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:store_exact": BATCHING + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.pages:check_codecs": BATCHING + "what_cannot_be_is_refused_by_name",
+    "kvcli.integrations.continuous_batching:block_bytes": BATCHING + "sectors_beside_other_layers_stay_small",
+    # records, searches and recipes
+    "kvcli.report.tables:read": "eval/test_report.py",
+    "kvcli.report.tables:sections": "eval/test_report.py",
+    "kvcli.report.tables:named": REPORT + "rows_of_one_method_are_told_apart_and_a_later_one_replaces_the_same",
+    "kvcli.report.tables:answers": REPORT + "answers_are_marked_where_they_begin_to_be_wrong",
+    "kvcli.report.page:loss_by_size": REPORT + "the_front_is_what_nothing_smaller_beats",
+    "kvcli.report.page:by_task": REPORT + "ruler_is_a_map_by_task_above_a_folded_table",
+    "kvcli.report.page:capacity": REPORT + "what_fits_is_sequences_of_a_length_or_tokens_of_one",
+    "kvcli.report.compare:differences": "cli/test_inspect_and_diff.py",
+    "kvcli.eval.tune:path_of": "eval/test_tune.py",
+    "kvcli.eval.tune:Goal.best": "eval/test_tune.py",
+    "kvcli.eval.tune:with_bits": "eval/test_tune.py",
+    "kvcli.artifact.recipe:Recipe.read": "eval/test_recipes.py",
+    "kvcli.artifact.recipe:Recipe.check_model": "eval/test_recipes.py",
+    "kvcli.artifact.recipe:artifact_sha256": "eval/test_recipes.py",
+    # text
+    "kvcli.text.prompts:chat_text": "contexts/test_document.py",
+    "kvcli.text.prompts:common_length": "serve/test_prefixes.py",
+    "kvcli.text.document:Document.prompt": "contexts/test_document.py",
+    "kvcli.text.document:Document.read": "contexts/test_document.py",
+    "kvcli.text.generate:compress": "contexts/test_document.py",
+    "kvcli.text.generate:generate_text": "contexts/test_document.py",
+    "kvcli.text.chat:Conversation.reply": "cli/test_chat_command.py",
+    # models and commands
+    "kvcli.models.load:check_finite": "faults/test_seam_models.py faults/test_models_loading.py",
+    "kvcli.models.checkpoint:read_config": "faults/test_models_loading.py",
+    "kvcli.commands.sizes:parse_size": "cli/test_bench.py",
+    "kvcli.commands.options:parse_layers": "faults/test_recordings_and_runs.py",
+    "kvcli.commands.paths:newest_artifact": "faults/test_cli_inputs.py",
+    "kvcli.cli.inputs:read_prompt": "cli/test_generate_command.py",
+    "kvcli.cli.output:duration": "cli/test_output.py",
+    "kvcli.cli.flags:resolve": "cli/test_help.py",
+}
+"""Those of which both sabotages were seen to be noticed: every run of the tests takes a few, others every day."""
+
+OTHERS: dict[str, str] = {
+    # methods
     "kvcli.methods.qjl.codec:QJLKey.decode": "methods/test_qjl.py",
     "kvcli.methods.qjl.codec:QJLKey.scores": "methods/test_qjl.py methods/test_products_with_codes.py",
     "kvcli.methods.turboquant:_TurboQuant.encode": "methods/test_turboquant.py",
@@ -74,9 +140,7 @@ TARGETS: dict[str, str] = {
     "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py golden",
     "kvcli.methods.commvq.allocate:allocate": "methods/test_allocate.py",
     # cache and attention
-    "kvcli.cache.counts:TokenCounts.append": "cache/test_store.py " + CACHE,
     "kvcli.cache.counts:TokenCounts.truncate": "cache " + CACHE,
-    "kvcli.cache.forward:check_mask": "faults/test_cache_state.py faults/test_seam_calls.py",
     "kvcli.cache.window:write_slots": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.memory": "faults/test_cache_copies.py " + CACHE,
     "kvcli.cache.compressed:CompressedCache.crop": "cache " + CACHE,
@@ -126,17 +190,9 @@ TARGETS: dict[str, str] = {
     "kvcli.plan.memory:pass_bound": "plan/test_plan_families.py",
     "kvcli.plan.budget:largest": "bench cli/test_plan.py",
     "kvcli.text.prompts:prompt_ids": "golden",
+    # models and commands
+    "kvcli.models.hub:check_model_name": "faults/test_models_loading.py::test_a_folder_that_does_not_exist",
 }
+"""Those that wait for `pytest -m sabotage tests/sabotage` to be run to its end."""
 
-SEEN = [
-    ("kvcli.methods.packing:pack_bits", "differs"),
-    ("kvcli.methods.packing:unpack_bits", "differs"),
-    ("kvcli.methods.packing:pack_planes", "differs"),
-    ("kvcli.methods.packing:unpack_planes", "differs"),
-    ("kvcli.methods.scalar.codec:PerTokenKey.scores", "differs"),
-    ("kvcli.methods.scalar.codec:ScalarCodec.decode", "differs"),
-    ("kvcli.cache.forward:check_mask", "raises"),
-    ("kvcli.cache.counts:TokenCounts.append", "raises"),
-]
-"""Sabotages that a test was seen to notice, of which every run of the tests takes a few; the others wait for
-`-m sabotage` to be run to its end, and for tests where nothing notices."""
+TARGETS = SEEN | OTHERS
