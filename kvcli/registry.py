@@ -43,7 +43,6 @@ EVAL_SUITES = {
     "recall": "kvcli.eval.recall:SUITE",
     "ruler": "kvcli.eval.ruler:SUITE",
     "tools": "kvcli.eval.tools:SUITE",
-    "code": "kvcli.eval.code:SUITE",
     "drift": "kvcli.eval.drift:SUITE",
     "long": "kvcli.eval.long:SUITE",
     "layers": "kvcli.eval.kl:LAYERS",
@@ -56,8 +55,6 @@ BENCH_SUITES = {
     "generate": "kvcli.bench.generate:SUITE",
     "memory": "kvcli.bench.generate:MEMORY",
     "contexts": "kvcli.bench.contexts:SUITE",
-    "startup": "kvcli.bench.startup:SUITE",
-    "chunks": "kvcli.bench.chunks:SUITE",
     "serve": "kvcli.bench.serve:SUITE",
 }
 """Suites of `kvcli bench`, likewise."""

@@ -19,10 +19,12 @@ from command_pages import commands
 from kvcli.commands.tables import DataTable
 from kvcli.registry import BASELINE
 from kvcli.report.tables import table
+from research.suites import add
 
 FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
 LOSSES = [*FOLDER.parent.parent.glob("kvcli/cli/losses.json")]
+add()
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.")
 

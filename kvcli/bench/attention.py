@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.baselines import BASELINE_HELP, Baseline, BaselineName, load_baselines, over_fastest
 from kvcli.bench.suite import (
     BenchOptions,
     BenchRows,
@@ -25,7 +24,7 @@ from kvcli.bench.suite import (
     parse_batches,
     run_row,
 )
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records, SideBySide
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -52,7 +51,6 @@ class AttentionOptions(BenchOptions):
         default=[], description="tokens of a page, for codes in pages beside those in rows; repeatable"
     )
     repeats: int = Field(default=50, ge=1, description="calls timed")
-    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
 
     def check(self) -> None:
         if self.model != DEFAULT_MODEL:
@@ -64,7 +62,7 @@ class AttentionOptions(BenchOptions):
 FIGURES = {
     "lse_error": "as in `kvcli.bench.layer.Agreement`",
     "page_size": "tokens of a page of codes; None for codes in rows",
-    "encoded": "tokens per sequence that are codes, complete groups; all for `fp16`, which is SDPA, and `--baseline`",
+    "encoded": "tokens per sequence that are codes, complete groups; all for `fp16`, which is SDPA",
     "sdpa_us": "median of SDPA on the same shape",
     "speedup": "that over this one's",
     "stored_bytes": "of keys and values of this layer",
@@ -89,7 +87,7 @@ def timed(row: Row, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int)
 
 
 def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
-    """Rows of SDPA, of other libraries and of methods."""
+    """Rows of SDPA and of methods."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -114,17 +112,11 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     rope = shape_rope(options.shape, device)
     uncompressed = partial(uncompressed_layer, spec, device=device, dtype=dtype, seed=options.seed)
     encoded = partial(encoded_layer, layer_idx=layer_idx, device=device, dtype=dtype, seed=options.seed)
-    libraries = load_baselines(options.baseline)
 
     def measure_sdpa(row: Row) -> Row:
         query, key, value = uncompressed(row.batch, row.context)
         attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
         return timed(row, time_call(attend, device, options.repeats), 2 * key.nbytes, row.context, spec.kv_dim)
-
-    def measure_library(library: Baseline, row: Row) -> Row:
-        agreement, attend = library.check(*uncompressed(row.batch, row.context))
-        row, stored_bytes = row.checked(agreement), 2 * attend.args[1].nbytes
-        return timed(row, time_call(attend, device, options.repeats), stored_bytes, row.context, spec.kv_dim)
 
     def measure_method(case: MethodCase, row: Row) -> Row:
         """Checks a method's kernels, and times them if they are right."""
@@ -143,26 +135,21 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
         for batch, context in product(batches, contexts):
             yield (sdpa := run_row(measure_sdpa, Row(BASELINE, context, batch, "sdpa")))
             figures = {"sdpa_us": sdpa.figures.get("sdpa_us")}
-            for library in libraries:
-                row = Row(library.name, context, batch, library.name, figures=figures)
-                yield run_row(partial(measure_library, library), row)
             for case, pages in product(cases, [None, *options.page_size]):
                 row = Row(case.name, context, batch, impls[case.name], figures={**figures, "page_size": pages})
                 yield run_row(partial(measure_method, case), row)
 
-    total = len(contexts) * len(batches) * (1 + len(libraries) + len(cases) * (1 + len(options.page_size)))
+    total = len(contexts) * len(batches) * (1 + len(cases) * (1 + len(options.page_size)))
     shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
     return BenchRows(rows(), total, {**shared, "copy_gb_s": copy_bandwidth(device, min(options.repeats, 10))})
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:
     """Times of one layer, compared with SDPA."""
-    fastest: dict[str, Column] = {"x fastest": lambda record: over_fastest(record, records, lambda x: 1 / x["p50_us"])}
     columns: dict[str, Column] = {
         "context": "{context}",
         "batch": "{batch}",
         "x SDPA": "{speedup:.2f}",
-        **(fastest if options.baseline else {}),
         "p50 us": "{p50_us:.1f}",
         "p20-p80": "{p20_us:.1f}-{p80_us:.1f}",
         "eager us": "{eager_us:.1f}",
@@ -171,10 +158,9 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
         "bits": "{true_bits:.2f}",
     }
     first = records[0]
-    of_fastest = ", x fastest: that of the fastest row of 16 bits" * bool(options.baseline)
     title = (
         f"{first['shape']}, layer {first['layer']}, one query token, {first['dtype']}, random codes; "
-        f"x SDPA: SDPA's time over this one's{of_fastest}; device copy {first['copy_gb_s']:.0f} GB/s"
+        f"x SDPA: SDPA's time over this one's; device copy {first['copy_gb_s']:.0f} GB/s"
     )
     return bench_table(title, records, columns, ("how", "eager us", "GB/s", "p20-p80", "error", "bits", "impl"))
 
@@ -188,4 +174,6 @@ SUITE = BenchSuite(
     prepare=prepare,
     figures=FIGURES,
     tabulate=table,
+    side_by_side=SideBySide("context", ("p50 us",), ("bits", "x SDPA", "GB/s")),
+    bars=(Bars("p50_us", "one layer, one token", "microseconds"),),
 )

@@ -29,7 +29,7 @@ from kvcli.bench.suite import (
 )
 from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import size
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -218,5 +218,6 @@ SUITE = BenchSuite(
         "repeats": "runs timed",
     },
     tabulate=table,
+    bars=(Bars("load_token_ms", "load and a token", "ms"), Bars("prefill_token_ms", "read again and a token", "ms")),
     summarize=lambda records: {"faster_from": break_even(records)},
 )

@@ -20,10 +20,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.attention.compiled import CompiledLayers, CompileError
-from kvcli.bench.baselines import Baseline
 from kvcli.bench.model import COMPILED, ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
-from kvcli.errors import UsageError
 from kvcli.plan.budget import attempt
 from kvcli.seam.layer import untraced
 from kvcli.spec import ModelSpec
@@ -89,27 +87,6 @@ def with_fixed_length(
     return runs
 
 
-def library_runs(
-    model: Any, library: Baseline, batch: int, context: int, new_tokens: int, repeats: int, backend: str | None
-) -> list[ModelRun]:
-    """Runs of captured steps with a library's attention, without a prompt; otherwise as `with_fixed_length`.
-
-    Raises:
-        UsageError: no step after the first token, or none that can be captured.
-    """
-    steps, tried = new_tokens - 1, []
-    if steps < 1:
-        raise UsageError(f"{library.name} is measured in decode steps; ask for more new tokens")
-    for compiler in (None, backend) if backend else (None,):
-        seconds, held, note = replay_step(model, batch, context, steps, repeats, compiler, library)
-        how = FIXED_LENGTH + COMPILED * (compiler is not None)
-        if seconds:
-            tried.append([ModelRun(0, 0, s, held, None, None, held, how=how, steady=(steps, s)) for s in seconds])
-    if not tried:
-        raise UsageError(note)
-    return min(tried, key=lambda runs: percentiles([run.decode_s for run in runs])[1])
-
-
 @torch.inference_mode()
 def replay_step(
     model: Any,
@@ -118,11 +95,13 @@ def replay_step(
     steps: int,
     repeats: int,
     backend: str | None = None,
-    library: Baseline | None = None,
+    dtype: torch.dtype | None = None,
+    plan: Callable[[Tensor, Tensor], Callable[..., Any]] | None = None,
 ) -> tuple[list[float], int, str | None]:
     """Captures a greedy step of a detached model after `context` random tokens; replays series of `steps` steps.
 
-    The step attends with a `library`, else with SDPA.
+    Keys and values are in the dtype of the model, or another one. The step attends with SDPA, or with the attention
+    function that `plan` makes for a query [batch, num_heads, 1, head_dim] and keys like these.
 
     Returns:
         Seconds of each series of steps, bytes of the cache, and why there are no series.
@@ -130,11 +109,10 @@ def replay_step(
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
     random = partial(torch.randn, device=model.device, dtype=model.dtype)
-    keep: Callable[[Tensor], Tensor] = library.keep if library is not None else lambda x: x
-    kept = [FixedLengthLayer(keep(random(shape)), keep(random(shape))) for _ in range(spec.num_layers)]
+    kept = [FixedLengthLayer(*(random(shape).to(dtype) for _ in range(2))) for _ in range(spec.num_layers)]
     cache, forward = FixedLengthCache(layers=kept), sdpa_attention_forward
-    if library is not None:
-        forward = library_forward(library, random(batch, spec.num_heads, 1, spec.head_dim), kept[0].keys)
+    if plan is not None:
+        forward = plan(random(batch, spec.num_heads, 1, spec.head_dim), kept[0].keys)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     positions = torch.full_like(token, context)
     layers = nullcontext() if backend is None else CompiledLayers(model, backend).active()
@@ -152,16 +130,6 @@ def replay_step(
             graph.replay()
         seconds.append(synchronized_time(model.device) - started)
     return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), note
-
-
-def library_forward(library: Baseline, query: Tensor, key: Tensor) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function of transformers, for queries and keys like these."""
-    attend = library.plan(library.ask(query), key)
-
-    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(library.ask(query), key, value).to(query.dtype).transpose(1, 2), None
-
-    return forward
 
 
 @contextmanager

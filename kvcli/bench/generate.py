@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.bench.baselines import BASELINE_HELP, BaselineName, load_baselines, over_fastest
-from kvcli.bench.suite import (
-    BenchRows,
-    BenchSuite,
-    Column,
-    Lengths,
-    Record,
-    WholeModelOptions,
-    bench_table,
-    parse_batches,
-)
+from kvcli.bench.suite import BenchRows, BenchSuite, Column, Lengths, WholeModelOptions, bench_table, parse_batches
 from kvcli.commands.sizes import parse_size, size
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records, SideBySide
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
+
+if TYPE_CHECKING:
+    from kvcli.bench.model_bench import ModelBench
 
 MEMORY_SHAPE = "llama-3.1-8b"
 FILLED_CHUNK = 4096
@@ -41,7 +35,7 @@ FIGURES = {
     "prefill_ms": "20th, 50th and 80th percentile of the time of the prompt, encoding included",
     "ttft_ms": "median time to the first token",
     "decode": "how the tokens after the first were generated: graphs, steps or passes; fp16: eager or graph of one "
-    "length; libraries: the latter",
+    "length",
     "steady_tokens": "tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included",
     "tokens_per_s": "percentiles of the rate of steady steps, all sequences together; None without a second token",
     "total_tokens_per_s": "median of all new tokens over the whole time, prefill and captures included",
@@ -90,12 +84,10 @@ class GenerateBenchOptions(WholeModelOptions):
         "prompt's times are then left out",
     )
     memory_budget: str | None = Field(default=None, description="limit of torch, as 24GiB or 24G; default: none")
-    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
 
     def check(self) -> None:
         super().check()
-        if parse_batches(self.batches) is None and self.baseline:
-            raise UsageError("--baseline goes with numbers of --batches, not with auto")
+        parse_batches(self.batches)
         parse_size(self.memory_budget)
         if self.decode == "passes" and self.compile:
             raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
@@ -123,8 +115,10 @@ class MemoryOptions(WholeModelOptions):
         parse_size(self.memory_budget)
 
 
-def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> BenchRows:
-    """Rows of fp16, of other libraries and of methods, timed."""
+def prepare_generate(
+    options: GenerateBenchOptions, reporter: Reporter, make: Callable[..., ModelBench] | None = None
+) -> BenchRows:
+    """Rows of fp16 and of methods, timed; `make` a `ModelBench` that times more, from the same arguments."""
     import torch
 
     from kvcli.attention.compiled import BACKEND
@@ -141,10 +135,10 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         need_gpu(device)
     if options.decode == "graphs" and not gpu:
         raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
-    filled, libraries = options.fill_prompt, load_baselines(options.baseline)
+    filled = options.fill_prompt
     chunk = options.prefill_chunk or (FILLED_CHUNK if filled else None)
     loaded, shared = options.load_model(options.random_weights, reporter)
-    bench = ModelBench(
+    bench = (make or ModelBench)(
         loaded.model,
         cases,
         impl=options.impl,
@@ -154,13 +148,12 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         fill_middle=filled,
         mode=None if options.decode == "auto" else options.decode,
         backend=BACKEND if options.compile else None,
-        libraries=libraries,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
     rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats)
     shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
-    return BenchRows(rows, len(contexts) * len(batches or [0]) * (len(cases) + len(libraries)), shared)
+    return BenchRows(rows, len(contexts) * len(batches or [0]) * len(cases), shared)
 
 
 def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
@@ -186,15 +179,10 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
 
 def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable:
     """Rates and memory of whole models, compared with fp16."""
-
-    def fastest(record: Record) -> str:
-        return over_fastest(record, records, lambda x: x["tokens_per_s"] and x["tokens_per_s"][1])
-
     columns: dict[str, Column] = {
         "prompt+new": "{prompt_tokens}+{new_tokens}",
         "batch": "{batch}",
         "x tok/s": "{rate_ratio:.2f}",
-        **({"x fastest": fastest} if options.baseline else {}),
         "x total": "{total_ratio:.2f}",
         "prefill / fp16": "{prefill_ratio:.3f}",
         "cache": "1/{cache_ratio:.2f}",
@@ -212,7 +200,7 @@ def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable
         f"{first['model']}, {first['weights']} weights, {_layers(records)}, {first['dtype']}{budget}; "
         f"prompts: {first['prefill']}; x: over fp16, which is transformers' model and SDPA, the faster of its own "
         "cache and, on a GPU, a captured step whose cache does not grow; tok/s: of all sequences, in steady steps (*: "
-        "of all tokens after the first)" + "; x fastest: over the fastest row of 16 bits" * bool(options.baseline)
+        "of all tokens after the first)"
     )
     optional = ("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "decode", "tok/s")
     return bench_table(title, records, columns, (*optional, "% of ceiling"))
@@ -259,6 +247,13 @@ SUITE = BenchSuite(
     prepare=prepare_generate,
     figures=FIGURES,
     tabulate=generate_table,
+    side_by_side=SideBySide("context", ("tok/s", "x tok/s")),
+    bars=(
+        Bars("tokens_per_s", "decoding", "tokens/s"),
+        Bars("ttft_ms", "first token", "ms"),
+        Bars("cache_bytes", "cache", "GiB", 2**30),
+        Bars("peak_bytes", "peak memory", "GiB", 2**30),
+    ),
 )
 
 MEMORY = BenchSuite(
@@ -270,4 +265,5 @@ MEMORY = BenchSuite(
     prepare=prepare_memory,
     figures=FIGURES,
     tabulate=memory_table,
+    chart="capacity",
 )

@@ -17,13 +17,11 @@ import torch
 
 from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
-from kvcli.bench.baselines import Baseline
-from kvcli.bench.fixed_length import library_runs, with_fixed_length
-from kvcli.bench.layer import KernelCheck, MethodCase, uncompressed_layer
+from kvcli.bench.fixed_length import with_fixed_length
+from kvcli.bench.layer import KernelCheck, MethodCase
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import NoFigures, Row, median_of, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
-from kvcli.errors import UsageError
 from kvcli.plan.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 
 _WARM_TOKENS = 40
@@ -106,7 +104,6 @@ class ModelBench:
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
         prefill_chunk, fill_middle, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
-        libraries: whose attention is measured beside fp16's, in `generate`.
     """
 
     model: Any
@@ -119,7 +116,6 @@ class ModelBench:
     fill_middle: bool = False
     mode: Mode | None = None
     backend: str | None = None
-    libraries: Sequence[Baseline] = ()
 
     @cached_property
     def check(self) -> KernelCheck:
@@ -129,7 +125,7 @@ class ModelBench:
     def generate(
         self, contexts: list[int], batches: list[int] | None, *, new_tokens: int, repeats: int
     ) -> Iterator[Row]:
-        """Times every method at every prompt length and batch, after fp16 and the libraries.
+        """Times every method at every prompt length and batch, after fp16.
 
         Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only.
         With `fill_middle`, the prompt's times are None.
@@ -138,11 +134,10 @@ class ModelBench:
         if self.model.device.type == "cuda":
             copy_gb_s = copy_bandwidth(self.model.device, 10)
             release_gpu_memory()
-        cases: list[MethodCase | Baseline] = [self.cases[0], *self.libraries, *self.cases[1:]]
         sizes: Sequence[int | None] = batches or [None]
         for context, batch in product(contexts, sizes):
             baseline: Row | None = None
-            for case in cases:
+            for case in self.cases:
                 empty = self._empty(case, context, batch, new_tokens)
                 row = run_row(partial(self._times, case, repeats, copy_gb_s), empty)
                 baseline = baseline or row
@@ -160,20 +155,20 @@ class ModelBench:
         for case, (context, batch) in product(self.cases, questions):
             yield run_row(partial(self._memory, case), self._empty(case, context, batch, 2))
 
-    def _empty(self, case: MethodCase | Baseline, context: int | None, batch: int | None, new_tokens: int) -> Row:
+    def _empty(self, case: MethodCase, context: int | None, batch: int | None, new_tokens: int) -> Row:
         """A row without figures; None is the size that is searched for."""
         question = "longest context" if context is None else "largest batch" if batch is None else "given"
         weights = sum(weight.nbytes for weight in self.model.parameters())
         figures = {"question": question, "new_tokens": new_tokens, "weights_bytes": weights}
-        impl = case.name if isinstance(case, Baseline) else self.check.impl(case)
-        return Row(case.name, context or 0, batch or 0, impl, figures=figures)
+        return Row(case.name, context or 0, batch or 0, self.check.impl(case), figures=figures)
 
-    def _times(self, case: MethodCase | Baseline, repeats: int, copy_gb_s: float | None, row: Row) -> Row:
+    def _times(self, case: MethodCase, repeats: int, copy_gb_s: float | None, row: Row) -> Row:
         """The row with the times and the memory of its runs."""
-        if isinstance(case, Baseline):
-            filled, (row, runs) = True, self._library_runs(case, repeats, row)
-        else:
-            filled, (row, runs) = self.fill_middle, self._runs(case, repeats, row)
+        row, runs = self._runs(case, repeats, row)
+        return self.timed(row, runs, copy_gb_s, filled=self.fill_middle)
+
+    def timed(self, row: Row, runs: Sequence[ModelRun], copy_gb_s: float | None, *, filled: bool) -> Row:
+        """The row with the times and the memory of runs, and the ceiling if the bandwidth of copies is known."""
         times = time_figures(runs, row.batch, row.figures["new_tokens"], filled=filled)
         note = next((run.note for run in runs if run.note), None)
         row = replace(row, note=note).plus(**memory_figures(runs), **times)
@@ -205,16 +200,6 @@ class ModelBench:
             if case.is_baseline and not self.check.spec.other_layers:  # a cache of fixed length has full attention only
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens, self.backend)
         return row, runs
-
-    def _library_runs(self, library: Baseline, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
-        """The row, checked with a library's attention, and runs of captured steps with it."""
-        model, spec, new_tokens = self.model, self.check.spec, row.figures["new_tokens"]
-        if spec.other_layers:
-            raise UsageError(f"{library.name} replaces attention to the whole context only")
-        layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
-        row = row.checked(library.check(*layer())[0])
-        with memory_limit(self.memory_budget, model.device):
-            return row, library_runs(model, library, row.batch, row.context, new_tokens, repeats, self.backend)
 
     def _memory(self, case: MethodCase, row: Row) -> Row:
         """Checks the kernels, once per method, and answers the question."""

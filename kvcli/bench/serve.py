@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, Row, WholeModelOptions, bench_table, run_row
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
@@ -281,4 +281,9 @@ SUITE = BenchSuite(
         "disk_cached": "the same, of prompts that are on disk",
     },
     tabulate=tabulate,
+    bars=(
+        Bars("cold_first_s", "first token, new prompt", "s"),
+        Bars("disk_first_s", "first token, prompt on disk", "s"),
+        Bars("hot_first_s", "first token, prompt in memory", "s"),
+    ),
 )

@@ -268,6 +268,7 @@ class BenchSuite(Suite):
 
     prepare: Callable[[Any, Reporter], BenchRows]
     figures: Mapping[str, str] = field(default_factory=dict)
+    chart: str = "times"
     summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
 
     def record(self, row: Row) -> dict[str, Any]:

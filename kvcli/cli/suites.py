@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvcli.bench.baselines import BaselineName
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
 from kvcli.commands.options import Options
@@ -96,7 +95,7 @@ def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) ->
 
 def last_method(rows: Records) -> str:
     """The last method measured that compresses, else one that needs no artifact."""
-    names = [str(row["method"]) for row in rows if row["method"] not in (BASELINE, *get_args(BaselineName))]
+    names = [str(row["method"]) for row in rows if row["method"] != BASELINE]
     return names[-1] if names else next(name for name in METHODS if name not in (BASELINE, DEFAULT_METHOD))
 
 

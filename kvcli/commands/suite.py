@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvcli.commands.options import ModelOptions
 from kvcli.commands.tables import DataTable
@@ -73,11 +73,30 @@ class Run(ABC):
         """What is said after the records, also of a run that broke off."""
 
 
+class Bars(NamedTuple):
+    """A chart of a figure, of percentiles the median, over `scale` in a unit."""
+
+    figure: str
+    title: str
+    unit: str
+    scale: float = 1
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """How a report puts rows of a method side by side: by a field, with columns of `each` and those of the last."""
+
+    field: str
+    each: tuple[str, ...]
+    of_last: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """A suite with the class of its runs, its options, of which `model` is the argument, and a runnable example.
 
-    `tabulate` makes the table of records and options; `saves_memory` says what to do when memory does not suffice.
+    `tabulate` makes the table of records and options; `saves_memory` says what to do when memory does not suffice;
+    `chart` is what a report draws, of `kvcli.report.page.CHARTS`.
     """
 
     run: ClassVar[type[Run]]
@@ -88,6 +107,9 @@ class Suite:
     example: str
     tabulate: Callable[[Records, Any], DataTable]
     saves_memory: str = ""
+    side_by_side: SideBySide | None = None
+    chart: str = "figures"
+    bars: Sequence[Bars] = ()
 
     def open(self, options: Any) -> Run:
         """A run; KvcliError: a method, setting, model's name, artifact or baseline that cannot be used."""

@@ -211,6 +211,7 @@ SUITE = EvalSuite(
     record=QualityRecord,
     prepare=prepare,
     tabulate=quality_table,
+    chart="loss_by_size",
 )
 
 LAYERS = EvalSuite(
@@ -223,5 +224,6 @@ LAYERS = EvalSuite(
     record=LayerRecord,
     prepare=prepare,
     tabulate=layers_table,
+    chart="loss_by_layer",
     rows_per_method=True,
 )

@@ -133,5 +133,6 @@ SUITE = EvalSuite(
     unit=NeedlePrompt,
     prepare=prepare,
     tabulate=table,
+    chart="needles",
     with_reference=True,
 )

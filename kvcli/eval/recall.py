@@ -145,5 +145,6 @@ SUITE = EvalSuite(
     unit=RecallPrompt,
     prepare=prepare,
     tabulate=table,
+    chart="quotations",
     with_reference=True,
 )

@@ -251,5 +251,6 @@ SUITE = EvalSuite(
     unit=RulerPrompt,
     prepare=prepare,
     tabulate=table,
+    chart="by_task",
     with_reference=True,
 )

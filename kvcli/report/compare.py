@@ -10,7 +10,7 @@ from typing import Any
 from kvcli.bench.suite import median_of
 from kvcli.errors import UsageError
 from kvcli.eval.records import from_plain
-from kvcli.report.tables import MEASURED, UNFIT, Row, machine, named, read
+from kvcli.report.tables import UNFIT, Row, find_suite, machine, named, read
 from kvcli.storage.manifest import flattened
 
 _OF_THE_COMMAND = {"method", "artifact", "out", "baseline", "compare_with", "device", "model"}
@@ -80,7 +80,7 @@ def _figures(a: Row, b: Row) -> list[dict[str, Any]]:
     if "metrics" not in a:
         return [
             {"name": f"{what}, {unit}", "A": x / scale, "B": y / scale, "B / A": y / x}
-            for field, what, unit, scale in MEASURED.get(a["suite"], ())
+            for field, what, unit, scale in find_suite(a["suite"]).bars
             if (x := median_of(a, field)) and (y := median_of(b, field))
         ]
     paired = _paired(a, b)

@@ -15,8 +15,8 @@ from kvcli.bench.suite import median_of, row_name
 from kvcli.commands.suite import Records
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
-from kvcli.registry import BASELINE, EVAL_SUITES
-from kvcli.report.tables import MEASURED, UNFIT, Row, Section, answers, named, tokens, without_sinks
+from kvcli.registry import BASELINE
+from kvcli.report.tables import UNFIT, Row, Section, answers, find_suite, named, tokens, without_sinks
 
 NARROW, WIDE = 340, 760
 """Widths of charts in pixels."""
@@ -203,10 +203,10 @@ def figures(rows: Records) -> list[Chart]:
 def times(rows: Records) -> list[Chart]:
     """A chart per figure of a suite of `kvcli bench` and per context, fp16 first."""
     charts = []
-    for field, what, unit, scale in MEASURED.get(rows[0]["suite"], ()):
+    for figure, what, unit, scale in find_suite(rows[0]["suite"]).bars:
         groups: dict[str, dict[str, float]] = {}
         for row in sorted(rows, key=lambda row: int(row["context"])):
-            value = median_of(row, field)
+            value = median_of(row, figure)
             if value is not None and row.get("status") == "ok":
                 batch = f"{row['batch']} x " if row["batch"] > 1 else ""
                 dtype = f", {row['dtype']}" if len({x.get("dtype") for x in rows}) > 1 else ""
@@ -228,17 +228,10 @@ def capacity(rows: Records) -> list[Chart]:
 
 
 CHARTS: dict[str, Callable[[Records], list[Chart]]] = {
-    **dict.fromkeys(EVAL_SUITES, figures),
-    **{
-        "kl": loss_by_size,
-        "layers": loss_by_layer,
-        "needle": needles,
-        "recall": quotations,
-        "ruler": by_task,
-        "memory": capacity,
-    },
+    draw.__name__: draw
+    for draw in (figures, times, loss_by_size, loss_by_layer, needles, quotations, by_task, capacity)
 }
-"""By suite; others have `times`."""
+"""What a suite may name as its `chart`."""
 
 
 def _ends(metric: Row) -> dict[str, float]:
@@ -258,7 +251,7 @@ def page(sections: Sequence[Section]) -> str:
     shown = []
     for section in sections:
         try:
-            charts = CHARTS.get(section.suite, times)(section.rows)
+            charts = CHARTS[find_suite(section.suite).chart](section.rows)
         except UNFIT as error:
             raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
         pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.commands.suite import Records, Suite
+from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, interval, read_plain
@@ -34,38 +34,6 @@ WRONG = "\u25b8"
 
 _SHOWN_ANSWERS = 6
 
-MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
-    "attention": (("p50_us", "one layer, one token", "microseconds", 1),),
-    "generate": (
-        ("tokens_per_s", "decoding", "tokens/s", 1),
-        ("ttft_ms", "first token", "ms", 1),
-        ("cache_bytes", "cache", "GiB", 2**30),
-        ("peak_bytes", "peak memory", "GiB", 2**30),
-    ),
-    "memory": (("cache_bytes", "cache", "GiB", 2**30), ("peak_bytes", "peak memory", "GiB", 2**30)),
-    "contexts": (
-        ("load_token_ms", "load and a token", "ms", 1),
-        ("prefill_token_ms", "read again and a token", "ms", 1),
-    ),
-    "chunks": (("ms", "a pass over a chunk", "ms", 1),),
-    "startup": (("cold_s", "first token, cold", "s", 1), ("warm_s", "first token, compiled", "s", 1)),
-    "serve": (
-        ("cold_first_s", "first token, new prompt", "s", 1),
-        ("disk_first_s", "first token, prompt on disk", "s", 1),
-        ("hot_first_s", "first token, prompt in memory", "s", 1),
-    ),
-}
-"""By suite of `kvcli bench`: field, what it is, unit, and what it is divided by; of percentiles the median."""
-
-
-SIDE_BY_SIDE: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "attention": ("context", ("p50 us",), ("bits", "x SDPA", "x fastest", "GB/s")),
-    "generate": ("context", ("tok/s", "x tok/s"), ()),
-    "chunks": ("dtype", ("ms", "fp16 = 1", "DynamicCache = 1", "ordinary passes ms"), ()),
-}
-"""By suite: a field by which rows of a method stand side by side, the columns that each has, and those of the last."""
-
-
 UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What is raised where a record lacks a field, or has one of another type."""
 
@@ -83,7 +51,7 @@ class Section:
 
     @property
     def about(self) -> str:
-        return _suite(self.suite).help
+        return find_suite(self.suite).help
 
 
 def read(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
@@ -130,13 +98,13 @@ def sections(rows: Records) -> list[Section]:
 
 
 def table(suite: str, rows: Records) -> DataTable:
-    """The table of rows of one suite: the command's own, but for `kl`, with one row per method in `SIDE_BY_SIDE`."""
+    """The table of rows of one suite: the command's own, but for `kl`, or one row per method with rows side by side."""
     if suite == "kl":
         return quality(rows)
-    found = _suite(suite)
+    found = find_suite(suite)
     options = {name: x for name, x in rows[0].get("options", {}).items() if name in found.options.model_fields}
     made = found.tabulate(rows, found.options(**options))
-    return side_by_side(rows, made) if suite in SIDE_BY_SIDE else made
+    return side_by_side(rows, made, found.side_by_side) if found.side_by_side else made
 
 
 def named(rows: Records) -> list[tuple[str, Row]]:
@@ -170,9 +138,9 @@ def _name(method: str, row: Row, alike: Records) -> str:
     return ", ".join((method, *(f"{x} {traits[x]}" for x in differing)))
 
 
-def side_by_side(rows: Records, made: DataTable) -> DataTable:
-    """The table of a suite of `SIDE_BY_SIDE` with one row per method; what went wrong where there is no figure."""
-    field, each, of_last = SIDE_BY_SIDE[rows[0]["suite"]]
+def side_by_side(rows: Records, made: DataTable, how: SideBySide) -> DataTable:
+    """The table with one row per method; what went wrong where there is no figure."""
+    field, each, of_last = how.field, how.each, how.of_last
     values = sorted({row[field] for row in rows})
     shown: dict[str, dict[Any, dict[str, str]]] = {}
     for row, cells in zip(rows, made.rows, strict=True):
@@ -235,7 +203,8 @@ def tokens(count: int) -> str:
     return f"{count}" if count % 1024 else f"{count // 1024}K"
 
 
-def _suite(name: str) -> Suite:
+def find_suite(name: str) -> Suite:
+    """A suite of `kvcli eval` or `kvcli bench`."""
     suite: Suite = get_suite({**EVAL_SUITES, **BENCH_SUITES}[name])
     return suite
 
@@ -245,7 +214,8 @@ def _group(row: Row) -> dict[str, Any]:
     of = {"suite": row["suite"], "of": row.get("model", row.get("shape"))}
     if row["suite"] in EVAL_SUITES:
         return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in _ELSEWHERE}}
-    batch = row["batch"] if row["suite"] in ("attention", "generate") else None
+    how = find_suite(row["suite"]).side_by_side
+    batch = row["batch"] if how and how.field == "context" else None
     compiled = (row.get("options") or {}).get("compile")
     return {**of, "weights": row.get("weights"), "on": machine(row), "batch": batch, "compile": compiled}
 
@@ -299,10 +269,10 @@ def _commands(rows: Records) -> list[str]:
     for row in rows:
         if not (options := row.get("options")):
             continue
-        group = "eval" if row["suite"] in EVAL_SUITES else "bench"
-        words = ["kvcli", group, str(row["suite"])]
+        suite, group = find_suite(row["suite"]), "eval" if row["suite"] in EVAL_SUITES else "bench"
+        words = [*suite.example.partition(group)[0].split(), group, suite.name]
         words += [options["model"]] if options.get("model", DEFAULT_MODEL) != DEFAULT_MODEL else []
-        for name, field in _suite(row["suite"]).options.model_fields.items():
+        for name, field in suite.options.model_fields.items():
             value, flag = options.get(name), name.replace("_", "-")
             if name in ("model", "out") or value is None or value == field.get_default(call_default_factory=True):
                 continue

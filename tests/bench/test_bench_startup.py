@@ -1,4 +1,4 @@
-"""`kvcli bench startup`: processes of their own, and what the table compares."""
+"""`python -m research bench startup`: processes of their own, and what the table compares."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from laboratory import run_research
 
-from kvcli.bench import startup
-from kvcli.cli.app import app
 from kvcli.progress import Silent
+from research import startup
 
 TINY = ("--random-weights", "tiny", "--layers", "1", "--prompt-tokens", "60", "--device", "cpu")
 
@@ -36,9 +35,7 @@ def test_rows_are_compared_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"s": time, "tokens_s": time + 1, "warmup_s": 0.5, "kernels": 3, "later": 0, "impl": "fused"}
 
     monkeypatch.setattr(startup, "_run", run)
-    done = CliRunner().invoke(
-        app, ["bench", "startup", *TINY, "--method", "kivi-2", "--setting", "group_size=8", "--json"]
-    )
+    done = run_research("bench", "startup", *TINY, "--method", "kivi-2", "--setting", "group_size=8", "--json")
     fp16, kivi = json.loads(done.stdout.splitlines()[0])["rows"]
     assert (fp16["cold_extra_s"], fp16["warm_extra_s"]) == (0, 0)
     assert (kivi["cold_extra_s"], kivi["warm_extra_s"], kivi["cold_s"]) == (15, 0.5, 25)

@@ -11,6 +11,7 @@ import torch
 from console import invoke, result
 from doc_blocks import PAGES, ROOT, Block, blocks, commands, inline
 from factories import load, make_model
+from laboratory import research
 from typer.main import get_command
 
 import kvcli
@@ -73,7 +74,8 @@ SMALL = {
 """Options that make a command small enough for a test."""
 
 BLOCKS = [*blocks()]
-PROGRAM: Any = get_command(app)
+with research() as laboratory:
+    PROGRAMS: dict[str, Any] = {"kvcli": get_command(app), "research": get_command(laboratory)}
 
 
 @pytest.fixture
@@ -89,12 +91,13 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(command, "_run", check)
     recipe = Recipe(model="MODEL", fingerprint="", method="kivi-4")
     monkeypatch.setattr(Recipe, "read", lambda path: recipe)  # files of the pages are not there
-    return lambda words: PROGRAM.main(words[1:], "kvcli", standalone_mode=False) or 0
+    with research():
+        yield lambda words: PROGRAMS[words[0]].main(words[1:], words[0], standalone_mode=False) or 0
 
 
 def _options(words: list[str]) -> set[str]:
     """Options of the command that is named, or of the suites of one with suites."""
-    found = PROGRAM
+    found = PROGRAMS[words[0]]
     for word in words[1:]:
         if word not in getattr(found, "commands", {}):
             break
@@ -108,7 +111,7 @@ def test_commands_in_blocks_are_those_of_the_program(page: str, parse: Any) -> N
     """But for a method and a suite that a page adds."""
     for block in BLOCKS:
         for words in commands(block) if block.page == page and block.language != "python" else ():
-            if words[0] == "kvcli":
+            if words[0] in PROGRAMS:
                 assert parse(words) == 0, words
             else:
                 assert words[0] in OTHERS

