@@ -89,19 +89,20 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
     assert not left
 
 
-MAX_LINES = 41_600
-MAX_TEST_LINES = 0.78
-"""The lines of the package, and those of tests for each of them. Code and cap do not rise in one commit: a feature
-that needs more deletes first, and who raises the cap does that alone and says why."""
+MAX_LINES = 41_000
+MAX_TEST_LINES = 0.76
+"""The lines of the package, and those of tests for each of the package and of research, which `tests/` tests, too.
+Code and cap do not rise in one commit: a feature that needs more deletes first, and who raises the cap does that alone
+and says why."""
 
 
 def test_package_and_tests_keep_their_lines(repo_root: Path) -> None:
-    package, tests = (
+    package, research, tests = (
         sum(len(path.read_text().splitlines()) for path in (repo_root / name).rglob("*.py"))
-        for name in ("kvcli", "tests")
+        for name in ("kvcli", "research", "tests")
     )
     assert package <= MAX_LINES, "delete lines"
-    assert tests <= MAX_TEST_LINES * package, "delete lines of tests"
+    assert tests <= MAX_TEST_LINES * (package + research), "delete lines of tests"
 
 
 def test_every_room_has_fast_tests(repo_root: Path) -> None:

@@ -26,7 +26,7 @@ from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotatio
 from kvcli.report.tables import Row, answers, named, read, sections
 from kvcli.storage.atomic import append_record
 
-DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100", "startup-h100", "chunks-h100")
+DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committed: list[str]) -> None:
     text = page(measured, *committed)
-    assert re.findall(r"<h2>(\w+): ", text) == [*SIZES, "kl", "attention", "generate", "serve", "startup", "chunks"]
+    assert re.findall(r"<h2>(\w+): ", text) == [*SIZES, "kl", "attention", "generate", "serve"]
     for part in text.split("<section")[1:]:
         assert ">kivi-2" in "".join(re.findall("<svg.*?</svg>", part, re.DOTALL))
     assert all(f">{unit}<" in text for unit in ("microseconds", "GiB", "tokens/s"))
