@@ -187,10 +187,20 @@ def _check_local(config: CorpusConfig) -> None:
             raise CorpusError(f"the corpus '{config.source}' is no dataset on the hub: it has no {what} '{value}'")
 
 
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that a tokenizer puts before every text, such as that of its beginning; often none."""
+    text = "a"
+    whole, bare = (tokenizer(text, add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return list(whole[:start])
+
+
 def token_sequences(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_sequences: int, seq_len: int
 ) -> Tensor:
     """Packs documents into sequences of equal length, with the end-of-text token between documents.
+
+    Each sequence begins as the tokenizer begins a text: models that were trained so lose far more without.
 
     Returns:
         int64 [num_sequences, seq_len]; fewer sequences when the texts run out.
@@ -200,7 +210,10 @@ def token_sequences(
     """
     import torch
 
-    num_tokens = num_sequences * seq_len
+    first = beginning(tokenizer)
+    if (width := seq_len - len(first)) < 1:
+        raise CorpusError(f"sequences of {seq_len} have no room after the tokens that begin a text")
+    num_tokens = num_sequences * width
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = array("q")  # a list takes five times the memory
     for text in texts:
@@ -216,8 +229,9 @@ def token_sequences(
         tokens.extend(separator)
         if len(tokens) >= num_tokens:
             break
-    if len(tokens) < seq_len:
+    if len(tokens) < width:
         short = f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}"
         raise CorpusError(f"{short}; give more text, or a lower --seq-len or --prompt-tokens")
-    count = min(num_sequences, len(tokens) // seq_len)
-    return torch.frombuffer(tokens, dtype=torch.int64)[: count * seq_len].view(count, seq_len)
+    count = min(num_sequences, len(tokens) // width)
+    packed = torch.frombuffer(tokens, dtype=torch.int64)[: count * width].view(count, width)
+    return torch.cat((torch.tensor([first] * count, dtype=torch.int64), packed), dim=1) if first else packed

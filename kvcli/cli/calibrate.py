@@ -67,7 +67,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     Started by torchrun, processes share the sequences.
     """
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
-    from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, check_source, documents, token_sequences
+    from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, beginning, check_source, documents, token_sequences
 
     check_model_name(options.model)
     source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
@@ -109,6 +109,9 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
             f"{sequences.numel()} tokens, {len(config.windows(loaded.spec))} layer window(s): {size(needed)} of disk "
             f"({size(free)} free)"
         )
+        provenance = {"corpus": corpus.provenance()}
+        if begins_with := beginning(loaded.tokenizer):
+            provenance["begins_with"] = begins_with
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
         with output.progress(label, config.total_tokens(loaded.spec, share), "tokens") as advance:
             collect(
@@ -116,7 +119,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
                 sequences,
                 config,
                 folder,
-                {"corpus": corpus.provenance()},
+                provenance,
                 shard=shard,
                 ranks=ranks,
                 overwrite=options.overwrite,

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from kvcli.calibrate.corpus import FINEWEB_EDU_REVISION, CorpusConfig, documents, token_sequences
+from kvcli.calibrate.corpus import FINEWEB_EDU_REVISION, CorpusConfig, beginning, documents, token_sequences
 from kvcli.errors import CorpusError
 
 FINEWEB = {"dump": "CC-MAIN-2024-10", "url": "http://example.invalid", "file_path": "x", "language": "en"}
@@ -103,6 +104,21 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, s
         (tmp_path / name).write_text(content)
     with pytest.raises(CorpusError, match=said):
         list(documents(CorpusConfig(str(tmp_path / name))))
+
+
+def test_sequences_begin_as_the_tokenizer_begins_a_text() -> None:
+    tokenizer = byte_tokenizer()
+    assert beginning(tokenizer) == []
+    plain = token_sequences(["abcdefghijkl"], tokenizer, 9, 4)
+    begins = [("<s>", 1)]
+    pieces = {"single": "<s> $A", "pair": "<s> $A $B", "special_tokens": begins}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
+    assert beginning(tokenizer) == [1]
+    actual = token_sequences(["abcdefghijkl"], tokenizer, 9, 4)
+    assert actual[:, 0].tolist() == [1] * len(actual)
+    assert actual[:, 1:].flatten().tolist() == plain.flatten()[: actual[:, 1:].numel()].tolist()
+    with pytest.raises(CorpusError, match="no room"):
+        token_sequences(["abc"], tokenizer, 1, 1)
 
 
 def test_sequences_are_packed_without_loss() -> None:
