@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import chain
+from operator import itemgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,9 @@ _MAX_MATRICES = 64
 _QUANTIZED = "quantized"
 _MAX_RELATIVE_ERROR = 0.25
 """Largest RMS difference of quantized weights, relative to their RMS: beyond that of 4 bits, far below another's."""
+
+_VOCABULARIES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Checksums of vocabularies by tokenizer."""
 
 
 def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
@@ -89,11 +94,16 @@ def differs(first: str, second: str) -> str | None:
 
 
 def text_identity(tokenizer: Any) -> dict[str, str]:
-    """Checksums of a tokenizer's vocabulary, `tokenizer`, and of its `chat_template`, empty without a template."""
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    words = "\n".join(f"{i} {word}" for word, i in sorted(vocabulary.items(), key=lambda pair: pair[1]))
+    """Checksums of a tokenizer's vocabulary, `tokenizer`, and of its `chat_template`, empty without a template.
+
+    The vocabulary is read once per tokenizer: one that is changed in place keeps its checksum.
+    """
+    if tokenizer not in _VOCABULARIES:
+        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        words = [f"{i} {word}" for word, i in sorted(vocabulary.items(), key=itemgetter(1))]
+        _VOCABULARIES[tokenizer] = _sha256("\n".join(words))
     template = getattr(tokenizer, "chat_template", None)
-    return {"tokenizer": _sha256(words), "chat_template": _sha256(str(template)) if template else ""}
+    return {"tokenizer": _VOCABULARIES[tokenizer], "chat_template": _sha256(str(template)) if template else ""}
 
 
 def _sha256(text: str) -> str:

@@ -140,5 +140,17 @@ def test_tokenizers_and_templates_are_told_apart(loaded: Any) -> None:
     mine = text_identity(loaded.tokenizer)
     other = byte_tokenizer()
     assert text_identity(other) == {"tokenizer": mine["tokenizer"], "chat_template": ""}
-    other.add_tokens(["more"])
-    assert text_identity(other)["tokenizer"] != mine["tokenizer"]
+    more = byte_tokenizer()
+    more.add_tokens(["more"])
+    assert text_identity(more)["tokenizer"] != mine["tokenizer"]
+
+
+def test_a_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sorting and hashing it took two thirds of the calls of `kvcli ask`; the template is read each time."""
+    tokenizer = byte_tokenizer()
+    first = text_identity(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda tokenizer: pytest.fail("read again"))
+    tokenizer.chat_template = "another"
+    again = text_identity(tokenizer)
+    assert again["tokenizer"] == first["tokenizer"]
+    assert again["chat_template"] != first["chat_template"]
