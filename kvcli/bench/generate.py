@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -54,8 +54,6 @@ FIGURES = {
 
 class GenerateBenchOptions(WholeModelOptions):
     """Options of `kvcli bench generate`."""
-
-    former_names: ClassVar[dict[str, str]] = {**WholeModelOptions.former_names, "new_tokens": "max_new_tokens"}
 
     batches: list[str] = Field(
         default=[], description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1"

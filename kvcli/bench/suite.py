@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -53,8 +53,6 @@ Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 
 class BenchOptions(SuiteOptions):
     """Options of every suite; lists and lengths without a value follow from the device."""
-
-    former_names: ClassVar[dict[str, str]] = {"methods": "method", "settings": "setting"}
 
     method: list[str] = Field(
         default=[],

@@ -89,13 +89,11 @@ def signature(
             "metavar": "PATH" if is_path(field.annotation) else None,
         }
         flag = name.replace("_", "-")
-        words = [f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}", *["-o"] * (name == "out")]
+        negated = f"/--no-{flag}" if kind is bool and not flag.startswith("no-") else ""
+        words = [f"--{flag}{negated}", *["-o"] * (name == "out")]
         panel = panels[name]
         info = typer.Argument(**shared) if name in arguments else typer.Option(*words, rich_help_panel=panel, **shared)
         annotations[name] = Annotated[kind | None, info]
-    for former, now in options.former_names.items():
-        kind = _plain_type(options.model_fields[now].annotation)
-        annotations[former] = Annotated[kind | None, typer.Option(f"--{former.replace('_', '-')}", hidden=True)]
     for name, (kind, info) in SHARED_FLAGS.items():
         annotations[name] = Annotated[kind, info]
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -139,7 +137,7 @@ def resolve(
     if path == "":
         raise ConfigError("--config: an empty text")
     values = {} if path is None else _read_config(Path(path), options, settings)
-    values.update(_renamed({name: value for name, value in flags.items() if value is not None}, options))
+    values.update({name: value for name, value in flags.items() if value is not None})
     try:
         if settings is not None:
             typed = {name: values.pop(name) for name in [*values] if name in settings.model_fields}
@@ -154,24 +152,13 @@ def resolve(
         raise ConfigError(f"{what}{first['msg'].removeprefix('Value error, ')}{got}") from error
 
 
-def _renamed(values: dict[str, Any], options: type[Options]) -> dict[str, Any]:
-    """Values by the names that options have now."""
-    for former, now in options.former_names.items():
-        if former in values:
-            if now in values:
-                new, old = (f"--{name.replace('_', '-')}" for name in (now, former))
-                raise ConfigError(f"{old} is the former name of {new}; give one of them")
-            values[now] = values.pop(former)
-    return values
-
-
 def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
     import yaml
 
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a mapping of options")
-    values = _renamed({str(key).replace("-", "_"): value for key, value in loaded.items()}, options)
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     known = [*options.model_fields, *(settings.model_fields if settings else ())]
     for key, value in values.items():
         if key in SHARED_FLAGS or key in ("json", "suite"):

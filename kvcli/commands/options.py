@@ -30,12 +30,10 @@ class Options(BaseModel):
     """Base of the options of every command.
 
     Attributes:
-        former_names: names that options had, which still work but are not shown.
         other_panel: the group in the help of options that `kvcli.cli.flags` does not name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-    former_names: ClassVar[dict[str, str]] = {}
     other_panel: ClassVar[str] = "How"
 
     @field_validator("*", mode="before")

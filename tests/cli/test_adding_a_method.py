@@ -46,7 +46,7 @@ def test_it_is_evaluated(method: Method, tiny: Any) -> None:
 @pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=pytest.mark.kernels)])
 def test_it_is_benched(method: Method, impl: str) -> None:
     options = ("--shape", "tiny", "--contexts", "64", "--repeats", "3", "--impl", impl, "--json")
-    _, row = result("bench", "--methods", "absmax-3", *options)["rows"]
+    _, row = result("bench", "--method", "absmax-3", *options)["rows"]
     assert row["method"] == "absmax-3"
     assert row["p50_us"] > 0
     assert row["true_bits"] == (16 * 3 + 16) / 16  # a head of 16 channels

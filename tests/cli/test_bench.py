@@ -19,10 +19,10 @@ from kvcli.errors import UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.registry import METHODS, get_method
 
-GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
-BOOKS = ("--settings", "codebook_size=8", "--methods", "commvq-2")
+GROUPS = ("--setting", "group_size=8", "--setting", "residual_length=8")
+BOOKS = ("--setting", "codebook_size=8", "--method", "commvq-2")
 ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
-KIVI = (*ATTENTION, *GROUPS, "--methods", "kivi-4")
+KIVI = (*ATTENTION, *GROUPS, "--method", "kivi-4")
 
 
 def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes | BaseException) -> MagicMock:
@@ -55,7 +55,7 @@ def test_records_name_the_default_methods() -> None:
 
 
 def test_attention_gives_a_table_and_a_record_per_row() -> None:
-    done = result(*ATTENTION, *GROUPS, *BOOKS, "--methods", "kivi-2", "--batches", "1", "--batches", "2")
+    done = result(*ATTENTION, *GROUPS, *BOOKS, "--method", "kivi-2", "--batches", "1", "--batches", "2")
     assert "no GPU" in done.stderr
     assert done.stdout.count("kivi-2") == 2
     records = lines_of("runs/bench/attention.jsonl")
@@ -127,13 +127,13 @@ def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_methods_are_measured_once_and_named_with_their_bits() -> None:
-    methods = ("--methods", "fp16", "--methods", "kivi", "--methods", "kivi-2")
+    methods = ("--method", "fp16", "--method", "kivi", "--method", "kivi-2")
     rows = result(*ATTENTION, *GROUPS, *methods, "--json")["rows"]
     assert [row["method"] for row in rows] == ["fp16", "kivi-2"]
 
 
 def test_nothing_but_refusals_is_an_error() -> None:
-    odd = ("--methods", "commvq-2", "--settings", "pairs_per_group=5")
+    odd = ("--method", "commvq-2", "--setting", "pairs_per_group=5")
     assert invoke(*ATTENTION, *odd).exit_code == 1
     assert invoke(*KIVI, *odd).exit_code == 0
 
@@ -172,14 +172,14 @@ def test_memory_takes_a_model_if_one_is_named(monkeypatch: Any, arguments: tuple
 
 HUGE = "99999999999999999999999"
 WRONG = {
-    "--methods magic": "choose one of fp16",
-    "--methods fp16-3": "takes no bits",
+    "--method magic": "choose one of fp16",
+    "--method fp16-3": "takes no bits",
     "--shape gpt-9": "llama-3.1-8b",
     "--contexts 0": "--contexts",
     "--batches -1": "--batches",
     "--layer 3 --shape tiny": "layers 0 to 2",
-    "--settings colour=3": "colour",
-    "--settings k_bits=3": "k_bits",
+    "--setting colour=3": "colour",
+    "--setting k_bits=3": "k_bits",
     "--impl magic": "magic",
     "--repeats 0": "--repeats",
     "--batches auto": "goes with suite generate or memory",
@@ -196,7 +196,7 @@ WRONG = {
     f"--batches {HUGE}": "numbers from 1 to 2147483647",
     "--suite generate --random-weights tiny --decode graphs": "CUDA graphs need a GPU",
     "--suite generate --random-weights tiny --decode passes --compile": "graphs or steps",
-    "--methods kivi-2 --settings group_size=48": "kivi: settings: residual_length 128 must be",
+    "--method kivi-2 --setting group_size=48": "kivi: settings: residual_length 128 must be",
     "some-model": "runs no model",
     "some-model --suite generate --random-weights tiny": "not both",
     "--suite generate --random-weights tiny --device auto": "'--device auto' is not for it",

@@ -14,9 +14,9 @@ from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.suite import Row
 from kvcli.plan import budget
 
-GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8", "--methods", "kivi-2", "--repeats", "1")
+GROUPS = ("--setting", "group_size=8", "--setting", "residual_length=8", "--method", "kivi-2", "--repeats", "1")
 PROMPT = ("bench", "--suite", "generate", *GROUPS, "--prompt-tokens", "40")
-GENERATE = (*PROMPT, "--new-tokens", "3")
+GENERATE = (*PROMPT, "--max-new-tokens", "3")
 TINY = ("--random-weights", "tiny")
 
 
@@ -25,7 +25,7 @@ def records(suite: str) -> list[Any]:
 
 
 def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
-    batches = ("--methods", "fp16", "--batches", "1", "--batches", "2", "--json")
+    batches = ("--method", "fp16", "--batches", "1", "--batches", "2", "--json")
     for source, expected in (((*TINY, "--layers", "2"), ("tiny", "random", 2)), ((), ("smollm2-135m", "model", 3))):
         rows = result(*GENERATE, *source, *batches)["rows"]
         assert [(row["method"], row["batch"]) for row in rows] == [
@@ -58,7 +58,7 @@ def test_filled_prompts_have_no_times() -> None:
         assert row["prefill_ms"] is row["ttft_ms"] is row["total_tokens_per_s"] is row["prefill_ratio"] is None
         assert row["rate_ratio"] > 0
         assert row["ceiling_share"] is None
-    says(" ".join(invoke(*filled, "--new-tokens", "3").stdout.split()), "ends computed, middle filled")
+    says(" ".join(invoke(*filled, "--max-new-tokens", "3").stdout.split()), "ends computed, middle filled")
 
 
 def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
-    done = result("bench", "--suite", "memory", *TINY, "--memory-budget", "40GiB", "--methods", "commvq-1")
+    done = result("bench", "--suite", "memory", *TINY, "--memory-budget", "40GiB", "--method", "commvq-1")
     rows_shown = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
     lines = {cells[1]: cells for cells in rows_shown}
     assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]

@@ -41,7 +41,7 @@ def test_calibrate_train_export_generate_eval_bench_in_order_without_arguments(t
     assert commvq["memory"]["num_encoded"] == 2 * (128 - 36)
     labels = [json.loads(line)["label"] for line in Path("rows.jsonl").read_text().splitlines()]
     assert labels == ["fp16", "commvq-1.5bit"]
-    result("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3", "--methods", "commvq-1")
+    result("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3", "--method", "commvq-1")
 
 
 def test_full_disk_is_named_and_what_was_finished_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

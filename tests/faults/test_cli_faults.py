@@ -151,11 +151,10 @@ def test_methods_lists_every_setting_of_one() -> None:
     assert all(setting["meaning"] for setting in settings.values())
 
 
-def test_short_help_is_the_help_without_former_names() -> None:
+def test_short_help_is_the_help() -> None:
     for name in ("generate", "bench attention", "env"):
         shown = invoke(*name.split(), "-h").stdout
         assert shown == invoke(*name.split(), "--help").stdout
-        assert "--methods" not in shown
 
 
 def test_the_next_command_is_said_to_people_alone() -> None:

@@ -57,7 +57,6 @@ def test_an_empty_prompt_is_refused(arguments: str) -> None:
             "--contexts: Input should be less than or equal to",
         ),
         ("methods --quiet --verbose", "--quiet and --verbose exclude each other"),
-        ("bench --methods kivi-2 --method rtn-4", "--methods is the former name of --method; give one of them"),
         ("train-codebook --codebook-size 17 x", "must be a power of two, got 17"),
     ],
 )
