@@ -45,10 +45,15 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
     if not projections:  # keys and values come from one projection: the first modules with a matrix of weights
         for name, module in model.named_modules():
+            adapted = hasattr(module, "base_layer")
+            if isinstance(module, nn.Embedding) or any(name.startswith(f"{taken}.") for taken in projections):
+                continue  # what is in one that was taken is an adapter
+            if not adapted and any(True for _ in module.children()):
+                continue  # its matrices are masks or positions
             weight: Any = getattr(module, "weight", None)  # a quantized one may have any name
             tensors = _tensors_of(module).values() if weight is None else (weight,)
             has_matrix = any(getattr(x, "ndim", 0) == 2 for x in tensors)
-            if has_matrix and not isinstance(module, nn.Embedding) and len(projections) < _MAX_MATRICES:
+            if has_matrix and len(projections) < _MAX_MATRICES:
                 projections[name] = module
     if not projections:
         raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")

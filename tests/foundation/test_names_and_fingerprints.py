@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 from factories import make_model
+from families import make
 
 from kvcli.commands.paths import model_folder
 from kvcli.errors import ConfigError, UsageError
@@ -88,6 +91,25 @@ def test_a_fingerprint_is_the_shapes_checksum_and_two_weights_per_projection() -
     ]
     sample = torch.stack([x[i] for x in weights for i in (0, x.numel() // 2)]).to(torch.float16)
     assert fingerprint(model, spec) == f"{shapes}:{sample.detach().numpy().tobytes().hex()}"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "ctrl", "phi3", "gpt_neox"])
+def test_where_keys_and_values_come_from_one_projection_matrices_are_sampled(model_type: str) -> None:
+    """Masks and positions are matrices, too, and tell no model from another; nor do adapters."""
+    model = make(model_type)
+    spec = ModelSpec.from_config(model.config)
+    plain = fingerprint(model, spec)
+    taken = [name for name, x in model.named_modules() if type(x).__name__ in ("Linear", "Conv1D")][:64]
+    assert len(plain.split(":")[1]) == 8 * len(taken)
+    one = next(x for name, x in model.named_modules() if name == taken[0])
+    one.weight.data[0, 0] += 1
+    assert differs(plain, fingerprint(model, spec)) is not None
+    one.weight.data[0, 0] -= 1
+    target = sorted({name.rpartition(".")[2] for name in taken} - {"lm_head", "embed_out", "0", "2"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, which reads what is deprecated
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=target, init_lora_weights=False))
+    assert differs(plain, fingerprint(adapted, spec)) is None
 
 
 def test_fingerprints_differ_by_shapes_and_by_weights() -> None:
