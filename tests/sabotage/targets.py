@@ -102,10 +102,6 @@ SEEN: dict[str, str] = {
     "kvcli.cli.inputs:read_prompt": "cli/test_generate_command.py",
     "kvcli.cli.output:duration": "cli/test_output.py",
     "kvcli.cli.flags:resolve": "cli/test_help.py",
-}
-"""Those of which both sabotages were seen to be noticed: every run of the tests takes a few, others every day."""
-
-OTHERS: dict[str, str] = {
     # methods
     "kvcli.methods.qjl.codec:QJLKey.decode": "methods/test_qjl.py",
     "kvcli.methods.qjl.codec:QJLKey.scores": "methods/test_qjl.py methods/test_products_with_codes.py",
@@ -137,12 +133,20 @@ OTHERS: dict[str, str] = {
     "kvcli.methods.commvq.keys:CommVQKeyCodec.scores": "methods/test_products_with_codes.py cache/test_commvq_cache.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.encode": "methods/test_commvq_values.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.weighted_sum": "methods/test_products_with_codes.py",
-    "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py golden",
     "kvcli.methods.commvq.allocate:allocate": "methods/test_allocate.py",
     # cache and attention
-    "kvcli.cache.counts:TokenCounts.truncate": "cache " + CACHE,
     "kvcli.cache.window:write_slots": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.memory": "faults/test_cache_copies.py " + CACHE,
+    # models and commands
+    "kvcli.models.hub:check_model_name": "faults/test_models_loading.py::test_a_folder_that_does_not_exist",
+}
+"""Those of which both sabotages were seen to be noticed: every run of the tests takes a few, others every day."""
+
+OTHERS: dict[str, str] = {
+    # methods
+    "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py golden",
+    # cache and attention
+    "kvcli.cache.counts:TokenCounts.truncate": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.crop": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.reorder_cache": CACHE,
     "kvcli.cache.snapshot:Snapshot.prefix": "cache/test_snapshot.py",
@@ -190,8 +194,6 @@ OTHERS: dict[str, str] = {
     "kvcli.plan.memory:pass_bound": "plan/test_plan_families.py",
     "kvcli.plan.budget:largest": "bench cli/test_plan.py",
     "kvcli.text.prompts:prompt_ids": "golden",
-    # models and commands
-    "kvcli.models.hub:check_model_name": "faults/test_models_loading.py::test_a_folder_that_does_not_exist",
 }
 """Those that wait for `pytest -m sabotage tests/sabotage` to be run to its end."""
 
