@@ -142,14 +142,14 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Checks settings of a method without bits, before the model's shapes are known.
+def make_config(name: str, settings: Mapping[str, Any]) -> CacheConfig:
+    """The settings of a method without bits, from plain values; the model's shapes are not known.
 
     UsageError: no such method; ConfigError: a setting that does not exist or is out of range.
     """
     config = get_config(name)
     try:
-        config(**settings)
+        return config(**settings)
     except ValidationError as error:
         raise ConfigError(f"{name}: {explain(error, config.model_fields)}") from error
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.fit import check_fitted
-from kvcli.attention.attach import attach, make_config
+from kvcli.attention.attach import attach
 from kvcli.calibrate.corpus import token_sequences
 from kvcli.errors import ArtifactError, ConfigError
 from kvcli.eval.quality import measure, reference_states
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models.load import LoadedModel
-from kvcli.registry import parse_method
+from kvcli.registry import make_config, parse_method
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import RunManifest, read_sealed, write_sealed
 from research.domain_fit import DomainSettings, Report, file_name, fit_on, split_documents, token_digest
@@ -192,7 +192,7 @@ def _window(name: str, settings: DomainSettings) -> dict[str, Any]:
     window = {"sink_length": settings.sink_length, "residual_length": settings.residual_length}
     method, from_bits = parse_method(name)
     try:
-        make_config(method, {**from_bits, **window, "flush_block": 1})
+        make_config(method.name, {**from_bits, **window, "flush_block": 1})
     except ConfigError:  # a method that encodes whole blocks
         return window
     return {**window, "flush_block": 1}

@@ -48,8 +48,8 @@ class DomainsOptions(ModelOptions):
 
 def run(options: DomainsOptions, output: Output) -> None:
     """Fit on each kind of text and measure KL on every other; resumes where it stopped."""
-    from kvcli.attention.attach import make_config
     from kvcli.calibrate.builtin_text import BUILTIN, domains
+    from kvcli.registry import make_config
     from research.domain_fit import DomainSettings, Report, split_documents
     from research.domain_matrix import run_matrix
 
@@ -64,7 +64,7 @@ def run(options: DomainsOptions, output: Output) -> None:
     loaded = options.load(output)
     settings = DomainSettings(**{name: getattr(options, name) for name in DomainSettings.__dataclass_fields__})
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-    config = make_config(method, {**from_bits, **window, **parse_settings(options.setting)}).resolve(loaded.spec)
+    config = make_config(method.name, {**from_bits, **window, **parse_settings(options.setting)}).resolve(loaded.spec)
     folder = options.out or model_folder(options.model, "domains")
     cells = run_matrix(
         loaded,

@@ -8,10 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.session import Session
 from kvcli.eval.quality import measure
+from kvcli.methods.per_layer import build_codecs
 from kvcli.models.load import LoadedModel
+from kvcli.registry import make_config
 from research.paper_tables import Measurement, Row
 
 
@@ -51,6 +52,6 @@ def measured_rows(inputs: TextInputs, measurements: Sequence[Measurement]) -> It
 
 def _attach(loaded: LoadedModel, one: Measurement) -> Session:
     """A session with a method that need not be in the registry."""
-    config = make_config(one.method, dict(one.settings))
+    config = make_config(one.method.name, dict(one.settings))
     codecs = [codec.to(loaded.model.device) for codec in build_codecs(one.method, loaded.spec, config)]
     return Session(loaded.model, loaded.spec, one.method, config, codecs, "auto")

@@ -11,7 +11,7 @@ from kvcli._version import __version__
 from kvcli.commands.options import read_yaml
 from kvcli.commands.paths import artifact_record
 from kvcli.errors import ConfigError, UsageError, explain
-from kvcli.registry import check_settings, parse_name
+from kvcli.registry import make_config, parse_name
 from kvcli.storage.atomic import replacing
 
 
@@ -43,7 +43,7 @@ class Recipe(BaseModel):
         try:
             recipe = cls.model_validate(content)
             name, bits = parse_name(recipe.method)
-            check_settings(name, {**bits, **recipe.settings})
+            make_config(name, {**bits, **recipe.settings})
         except ValidationError as error:
             raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
         except UsageError as error:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.attach import make_config
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import ConfigError
@@ -26,7 +25,7 @@ from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, Pa
 from kvcli.methods.method import Method
 from kvcli.methods.pages import PageTable
 from kvcli.methods.per_layer import make_codec
-from kvcli.registry import BASELINE, method_name, parse_method
+from kvcli.registry import BASELINE, make_config, method_name, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
@@ -66,7 +65,7 @@ class MethodCase:
         """A method by name, with those of the settings that it has; errors as those of `parse_method`."""
         method, from_bits = parse_method(name)
         known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-        config = make_config(method, {**from_bits, **known})
+        config = make_config(method.name, {**from_bits, **known})
         return cls(method_name(name, dict(config)), method, config)
 
     def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:

@@ -14,7 +14,7 @@ from kvcli.commands.options import ComputeOptions, Options, parse_layers, parse_
 from kvcli.commands.paths import artifact_record, model_folder, newest_samples, newest_training
 from kvcli.commands.sizes import size
 from kvcli.errors import ArtifactError, UsageError, error_text
-from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
+from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, get_config, get_method, make_config, parse_name
 from kvcli.storage.ranks import join_ranks
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(options: FitOptions, output: Output) -> None:
     name, from_bits = parse_name(options.method)
     config_cls = get_config(name)
     values = {**config_cls.fit_settings, **from_bits, **parse_settings(options.setting)}
-    check_settings(name, values)
+    config = make_config(name, values)
     if not (config_cls.needs_artifact or config_cls.fit_settings):  # then most methods are not fitted at all
         from kvcli.artifact.fit import check_fitted
 
@@ -61,11 +61,9 @@ def run(options: FitOptions, output: Output) -> None:
     samples = newest_samples(options.samples)
 
     from kvcli.artifact.fit import fit_recording
-    from kvcli.attention.attach import make_config
     from kvcli.calibrate.recording import Recording
 
     method = get_method(name)
-    config = make_config(method, values)
     recording = Recording(samples)
     try:
         config = config.resolve(recording.spec)

@@ -17,7 +17,7 @@ from kvcli.commands.suite import check_methods
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, make_config, method_name, parse_method
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
@@ -123,7 +123,6 @@ def _method_plan(
 ) -> MethodPlan:
     """What a method needs on a model; settings that are not named are those of its newest artifact, if there is one."""
     from kvcli.artifact.metadata import METADATA, Metadata
-    from kvcli.attention.attach import make_config
     from kvcli.plan.memory import MethodPlan
 
     method, stored = parse_method(name)
@@ -132,7 +131,7 @@ def _method_plan(
         with suppress(ArtifactError):
             stored = Metadata.read(newest_artifact(planned.name, name) / METADATA).config
     try:
-        config = make_config(method, {**stored, **settings}).resolve(planned.spec)
+        config = make_config(method.name, {**stored, **settings}).resolve(planned.spec)
     except ValueError as error:
         raise UsageError(error_text(error)) from error
     return MethodPlan(planned, method_name(name, dict(config)), method, config, fused, program_bytes)

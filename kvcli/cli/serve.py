@@ -109,8 +109,7 @@ def _engine(
         from kvcli.serve.continuous import ContinuousEngine
 
         chosen.fit_missing(loaded, output)
-        of_pages = {x: y for x, y in chosen.settings.items() if x != "flush_block" or options.recipe is None}
-        with enable(loaded, chosen.name, artifact=chosen.artifact, impl=options.impl, **of_pages):
+        with enable(loaded, chosen.choice, impl=options.impl):
             batching = ContinuousEngine(loaded, hot_bytes=kept["hot_bytes"], **sizes, say=say)
             say_notes(batching.session, output)
             held = f"{batching.num_tokens} tokens of contexts in {size(batching.nbytes)} of memory"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import Field, model_validator
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli.fitting import check_fit, fit_time, fitted
 from kvcli.cli.output import Output
@@ -18,11 +18,9 @@ from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, suggestion
 from kvcli.methods.config import CacheConfig
 from kvcli.models.hub import check_model_name
-from kvcli.progress import Reporter
-from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, check_settings, get_config, parse_name
+from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, get_config, parse_name
 
 if TYPE_CHECKING:
-    from kvcli.artifact.artifact import Artifact
     from kvcli.attention.generation import SamplingConfig
     from kvcli.attention.session import Session
     from kvcli.cache.context import Context
@@ -54,23 +52,8 @@ class SessionOptions(ModelOptions):
     @model_validator(mode="before")
     @classmethod
     def _follow_recipe(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A recipe stands for model, method, artifact and settings; the command line may change model and settings."""
-        if not values.get("recipe"):
-            return values
-        recipe = Recipe.read(str(values["recipe"]))
-        if values.get("method") not in (None, recipe.method):
-            raise ValueError(f"the recipe names its method, {recipe.method}; omit --method")
-        settings = [f"{name}={json.dumps(value)}" for name, value in recipe.settings.items()]
-        chosen = {"method": recipe.method, "setting": [*settings, *values.get("setting", [])]}
-        artifact = recipe.find_artifact(values.get("artifact"))
-        return {"model": recipe.model, **values, **chosen, **({} if artifact is None else {"artifact": artifact})}
-
-    def load(self, output: Reporter) -> LoadedModel:
-        """As of every command; ConfigError: the recipe is of another model."""
-        loaded = super().load(output)
-        if self.recipe is not None:
-            Recipe.read(self.recipe).check_model(loaded.fingerprint)
-        return loaded
+        """A recipe also names the model, where the command line names none."""
+        return {"model": Recipe.read(str(values["recipe"])).model, **values} if values.get("recipe") else values
 
     def for_context(self, context: Context | None) -> Self:
         """The same options; model and dtype are the context's where the command line names none.
@@ -97,7 +80,6 @@ class SessionOptions(ModelOptions):
         KvcliError: one of them does not exist or is out of range, or the artifact is of another method.
         """
         check_model_name(self.model)
-        settings = self.settings()
         if context is not None and not context.exists():
             place = store or model_folder(self.model, "contexts")
             names = index.names(place)
@@ -108,36 +90,35 @@ class SessionOptions(ModelOptions):
                 )
         if self.fit:
             check_fit(self.method, self.artifact)
-        if context is None or self.method is not None:
-            named, folder = self.find_method()
-            artifact = folder and artifact_method(folder)
-            if artifact and self.method is not None and artifact != parse_name(self.method)[0]:
-                raise ArtifactError(f"the artifact is for method '{artifact}', not '{self.method}'")
-            name, from_bits = parse_name(named or artifact or UNFITTED_DEFAULT)
-            if folder is not None:  # what fits its settings is known when it is loaded
-                settings = {x: settings[x] for x in settings.keys() - get_config(name).model_fields}
-            check_settings(name, {**from_bits, **settings})
+        if context is None or self.names_method:
+            self.choice().check(fit=self.fit)
         elif self.artifact is not None:
             artifact_method(self.artifact)
 
-    def find_method(self) -> tuple[str | None, Path | None]:
-        """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
+    @property
+    def names_method(self) -> bool:
+        """Whether the command line names the method, itself or by a recipe."""
+        return self.method is not None or self.recipe is not None
 
-        Where neither is asked for: the newest artifact for the model, else `UNFITTED_DEFAULT`. With `fit`, no folder.
+    def choice(self) -> MethodChoice:
+        """What is asked for, with the newest artifact of a method that needs one, but none with `fit`.
 
-        UsageError: no such method; ArtifactError: no artifact of a method that needs one.
+        Where no method is named: that of the newest artifact for the model, else `UNFITTED_DEFAULT`.
+
+        UsageError: no such method; ConfigError: a recipe or a setting that cannot be read; ArtifactError: no artifact
+        of a method that needs one.
         """
-        if self.artifact is not None:
-            return self.method, self.artifact
-        if self.method is None:
-            folder = default_artifact(self.model)
-            return (UNFITTED_DEFAULT if folder is None else None), folder
-        if self.fit or not get_config(parse_name(self.method)[0]).needs_artifact:
-            return self.method, None
-        try:
-            return self.method, newest_artifact(self.model, self.method)
-        except ArtifactError as error:
-            raise ArtifactError(f"{error}; or add --fit{fit_time(self.model, self.method)}") from error
+        method, artifact = self.method or "", self.artifact
+        alone = artifact is None and self.recipe is None and not self.fit
+        if alone and not method:
+            artifact = default_artifact(self.model)
+            method = UNFITTED_DEFAULT if artifact is None else ""
+        elif alone and get_config(parse_name(method)[0]).needs_artifact:
+            try:
+                artifact = newest_artifact(self.model, method)
+            except ArtifactError as error:
+                raise ArtifactError(f"{error}; or add --fit{fit_time(self.model, method)}") from error
+        return MethodChoice.of(method, artifact=artifact, recipe=self.recipe, settings=self.settings())
 
 
 class SamplingOptions(SessionOptions):
@@ -162,41 +143,34 @@ class ChosenMethod:
     """What is attached to the model.
 
     Attributes:
-        name: of the method, with or without bits.
-        settings: those that are not the method's defaults or the artifact's.
         layers: that are compressed; None: all.
-        fit: whether artifact and folder are found, or made, when the model is there.
+        fit: whether the artifact is found, or made, when the model is there.
     """
 
-    name: str
-    artifact: Artifact | None
-    settings: dict[str, Any] = field(default_factory=dict)
+    choice: MethodChoice
     layers: list[int] | None = None
-    folder: Path | None = None
     fit: bool = False
 
     @property
     def notes(self) -> dict[str, Any]:
         """What a context notes of it, so that commands find the artifact again; its checksum is in the identity."""
-        return {} if self.folder is None else {"artifact": str(self.folder.resolve())}
+        folder = self.choice.artifact
+        return {"artifact": str(folder.resolve())} if isinstance(folder, Path) else {}
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method, says what its attention runs on, if that is not its kernels, and compiles those."""
         from kvcli.attention.attach import attach
 
         self.fit_missing(loaded, output)
-        session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
+        session = attach(loaded, self.choice, impl=impl, layers=self.layers)
         say_notes(session, output)
         session.warmup(progress=output.progress)
         return session
 
     def fit_missing(self, loaded: LoadedModel, output: Output) -> None:
         """Finds or makes the artifact, with `fit`."""
-        from kvcli.artifact.artifact import Artifact
-
         if self.fit:
-            self.folder = fitted(self.name, loaded, output)
-            self.artifact = Artifact.load(self.folder)
+            self.choice = replace(self.choice, artifact=fitted(self.choice.method, loaded, output))
 
 
 def say_notes(session: Session, output: Output) -> None:
@@ -215,26 +189,20 @@ def choose_method(options: SessionOptions, output: Output, context: Context | No
 
     UsageError: no such method; ConfigError: a setting that is not NAME=VALUE; ArtifactError: none, or a damaged one.
     """
-    from kvcli.artifact.artifact import Artifact
-
-    settings = options.settings()
-    if context is None or options.method is not None:
-        name, folder = options.find_method()
-        if folder is None:
-            return ChosenMethod(name or UNFITTED_DEFAULT, None, settings, fit=options.fit)
-        if options.artifact is None:
-            output.say(f"using {folder}")
-        artifact = Artifact.load(folder)
-        return ChosenMethod(name or artifact.method, artifact, settings, folder=folder)
-    identity, stored, folder = context.identity, dict(context.identity.config), options.artifact
-    if "fitted" not in identity.codecs:
-        return ChosenMethod(identity.method, None, {**stored, **settings}, list(identity.layers), folder)
-    artifact_path = context.notes.get("artifact")
-    if folder is None and isinstance(artifact_path, str) and (Path(artifact_path) / "kvcli.json").is_file():
-        folder = Path(artifact_path)
-    if folder is None:
-        fitted = {name: x for name, x in stored.items() if name not in CacheConfig.model_fields}
-        folder = newest_artifact(options.model, identity.method, fitted)
-    output.say(f"using {folder}")
-    settings = {name: x for name, x in stored.items() if name in CacheConfig.model_fields} | settings
-    return ChosenMethod(identity.method, Artifact.load(folder), settings, list(identity.layers), folder)
+    if context is None or options.names_method:
+        choice, layers = options.choice(), None
+    else:
+        identity, noted, folder = context.identity, context.notes.get("artifact"), options.artifact
+        stored, layers = dict(identity.config), list(identity.layers)
+        if "fitted" in identity.codecs:
+            of_cache = CacheConfig.model_fields.keys()
+            if folder is None and isinstance(noted, str) and (Path(noted) / "kvcli.json").is_file():
+                folder = Path(noted)
+            folder = folder or newest_artifact(
+                options.model, identity.method, {name: stored[name] for name in stored.keys() - of_cache}
+            )
+            stored = {name: stored[name] for name in stored.keys() & of_cache}
+        choice = MethodChoice.of(identity.method, artifact=folder, settings=stored | options.settings())
+    if choice.fitted is not None and options.artifact is None and options.recipe is None:  # which is read now
+        output.say(f"using {choice.artifact}")
+    return ChosenMethod(choice, layers, options.fit)

@@ -20,7 +20,7 @@ from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
-from kvcli.registry import BASELINE, METHODS, check_settings, get_config, get_method, parse_name
+from kvcli.registry import BASELINE, METHODS, get_config, get_method, make_config, parse_name
 
 
 class TuneOptions(TextOptions):
@@ -58,7 +58,7 @@ class TuneOptions(TextOptions):
             settings = {**common, "sink_length": self.sink_length, "residual_length": window}
             settings = {x: value for x, value in settings.items() if x in get_config(name).model_fields}
             try:
-                check_settings(name, settings)
+                make_config(name, settings)
             except ConfigError as error:
                 if self.method:
                     raise

@@ -15,7 +15,7 @@ from kvcli.commands.options import ModelOptions
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, KvcliError
 from kvcli.progress import Reporter
-from kvcli.registry import check_settings, get_config, parse_name
+from kvcli.registry import get_config, make_config, parse_name
 
 Records = Sequence[Mapping[str, Any]]
 """Records as plain JSON values."""
@@ -33,7 +33,7 @@ def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], commo
         fields = get_config(name).model_fields.keys()
         unknown -= fields
         if further is not None:
-            check_settings(name, {**from_bits, **further, **{x: common[x] for x in common.keys() & fields}})
+            make_config(name, {**from_bits, **further, **{x: common[x] for x in common.keys() & fields}})
     if unknown:
         raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
 

@@ -19,9 +19,8 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe, artifact_sha256
-from kvcli.attention.attach import make_codecs
 from kvcli.cache.compressed import MemoryReport
 from kvcli.commands.sizes import size
 from kvcli.errors import QualityGateError, UsageError
@@ -32,7 +31,7 @@ from kvcli.methods.config import EXACT, CacheConfig
 from kvcli.models.load import LoadedModel
 from kvcli.plan.cache import CachePlan
 from kvcli.progress import Reporter
-from kvcli.registry import get_config, get_method, method_name
+from kvcli.registry import get_config, method_name
 from kvcli.seam.probe import probe
 from kvcli.storage.atomic import append_record, read_records
 from kvcli.storage.manifest import json_sha256
@@ -126,13 +125,9 @@ class Judge:
 
     def plan(self, case: Case) -> CachePlan:
         """The caches of a method on a model in 16 bits; errors as those of `kvcli.attach`."""
-        artifact = None if case.artifact is None else Artifact.load(case.artifact)
-        config, codecs = make_codecs(
-            *(case.method, artifact, dict(case.settings), self.loaded.spec),
-            attention=lambda: probe(self.loaded.model),
-            digest=lambda: self.loaded.fingerprint,
-        )
-        return CachePlan.of_codecs(self.loaded.spec, get_method(case.method), config, codecs, torch.float16)
+        choice, spec = MethodChoice(case.method, case.settings, case.artifact), self.loaded.spec
+        config, codecs = choice.codecs(spec, lambda: probe(self.loaded.model), lambda: self.loaded.fingerprint)
+        return CachePlan.of_codecs(spec, choice.record, config, codecs, torch.float16)
 
     def trial(self, case: Case, *, verdict: bool = True) -> Trial:
         plan, text = self.plan(case), self.texts[verdict]

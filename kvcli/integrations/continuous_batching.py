@@ -7,7 +7,7 @@ one model, and attention to these layers is `kvcli.paged.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.artifact.recipe import Recipe
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
@@ -266,17 +266,19 @@ def attend_paged(
 @contextmanager
 def enable(
     model: nn.Module | LoadedModel,
-    method: str = "",
+    method: str | MethodChoice = "",
     *,
     artifact: str | Path | Artifact | None = None,
     recipe: str | Path | None = None,
+    impl: str = "auto",
+    layers: Collection[int] | None = None,
     **settings: Any,
 ) -> Iterator[nn.Module]:
     """Lets continuous batching of a model store codes inside the block, in layers with full attention.
 
     Args:
-        model, method, artifact, recipe, settings: as in `kvcli.attach`, but `residual_length` is 32 by default, and
-            there is no `flush_block`, that of a recipe has no effect: tokens are encoded at once.
+        model, method, artifact, recipe, impl, layers, settings: as in `kvcli.attach`, but `residual_length` is 32 by
+            default, and `flush_block` as in `MethodChoice.for_pages`.
 
     Yields:
         The model; caches that are made in the block, such as those of `generate_batch`, are ours.
@@ -291,17 +293,15 @@ def enable(
         >>> with continuous_batching.enable(model, "turboquant-3"):
         ...     outputs = model.generate_batch(prompts, generation_config=config)
     """
-    if "flush_block" in settings:
-        raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
-    given = {} if recipe is None else Recipe.read(recipe).settings
-    with attach(model, method, artifact=artifact, recipe=recipe, **settings) as session:
-        check_codecs(method or session.method.name, session.codecs)
+    choice = MethodChoice.of(method, artifact=artifact, recipe=recipe, settings=settings).for_pages()
+    with attach(model, choice, impl=impl, layers=layers) as session:
+        check_codecs(choice.method, session.codecs)
     module: Any = session.model
     attention, config = module.config._attn_implementation, module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
     with _lock:
-        residual_length = {"residual_length": RESIDUAL_LENGTH, **given, **settings}["residual_length"]
+        residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
         ours = {"session": session, "residual_length": residual_length, "rope": probe(module).rope}
         _enabled[id(config)] = config, ours
         ALLOCATORS[_FULL] = AllocatorByModel

@@ -1,9 +1,10 @@
-"""The codec of a layer, with the layer's own bits of keys and values."""
+"""The codecs of layers, with each layer's own bits of keys and values."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvcli.errors import ConfigError
 from kvcli.methods import fp16
 from kvcli.methods.config import EXACT, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -23,3 +24,16 @@ def make_codec(method: Method, spec: ModelSpec, config: CacheConfig, layer_idx: 
         codec.value = plain.value if "v_bits" in exact else codec.value
         codec.plain = True
     return codec
+
+
+def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec[Any, Any]]:
+    """The unfitted codecs of all layers; ConfigError for settings that do not fit the shapes."""
+    try:
+        codecs = [make_codec(method, spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+        if spec.value_dim != spec.head_dim:
+            values = spec.for_values()
+            for layer_idx, codec in enumerate(codecs):
+                codec.value = make_codec(method, values, config, layer_idx).value
+        return codecs
+    except ValueError as error:
+        raise ConfigError(f"{method.name}: {error}") from error

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.decoder import can_step
 from kvcli.attention.steps import step_capacity
 from kvcli.cache.compressed import MemoryReport
@@ -23,7 +22,8 @@ from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.registry import parse_method
+from kvcli.methods.per_layer import build_codecs
+from kvcli.registry import make_config, parse_method
 from kvcli.spec import ModelSpec
 
 _LONGEST = 2**20
@@ -198,7 +198,7 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
         context, window and positions included.
     """
     method, from_bits = parse_method(name)
-    config = make_config(method, {**from_bits, **settings})
+    config = make_config(method.name, {**from_bits, **settings})
     plan = CachePlan.of_codecs(spec, method, config, build_codecs(method, spec, config), torch.float16)
     key, value = (fmean(bits) for bits in zip(*plan.layer_bits(), strict=True))
     effective = []

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcli.attention.attach import build_codecs
 from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
@@ -23,6 +22,7 @@ from kvcli.errors import ModelError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.per_layer import build_codecs
 from kvcli.methods.samples import LayerFisher
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.models.checkpoint import attention_implementation

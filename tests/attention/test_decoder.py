@@ -20,13 +20,12 @@ from transformers import (
 
 from kvcli.attention import decoder
 from kvcli.attention import steps as step_passes
-from kvcli.attention.attach import make_config
 from kvcli.attention.generation import Generated, NextToken, SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
 from kvcli.errors import CacheError, UsageError
-from kvcli.registry import METHODS, get_method
+from kvcli.registry import METHODS, get_method, make_config
 from kvcli.spec import ModelSpec
 
 MODEL = make_model("llama", num_hidden_layers=2)
@@ -38,7 +37,7 @@ def attached(name: str, impl: str = "reference", model: Any = MODEL, **changes: 
     method, spec = get_method(name), ModelSpec.from_config(model.config)
     settings = {"residual_length": 8, **method.example_settings, **changes}
     known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-    config = make_config(method, known).resolve(spec)
+    config = make_config(method.name, known).resolve(spec)
     codecs = [method.build(spec, config, layer_idx).eval() for layer_idx in range(spec.num_layers)]
     for codec in codecs:
         randomize_(codec, torch.Generator().manual_seed(0))

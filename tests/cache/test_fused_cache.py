@@ -12,11 +12,11 @@ import kvcli
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.attention import decoded
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.backend import choose_backend
 from kvcli.errors import UsageError
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.registry import get_method, parse_method
+from kvcli.methods.per_layer import build_codecs
+from kvcli.registry import get_method, make_config, parse_method
 from kvcli.spec import ModelSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +115,8 @@ def test_shapes_that_a_kernel_refuses_are_known_at_attach(method: str) -> None:
     with pytest.raises(UsageError, match=f"kernel of {method.removesuffix('-2')} does not support"):
         kvcli.attach(model, method, impl="fused", **settings)
     record, from_bits = parse_method(method)
-    codecs = build_codecs(record, ModelSpec.from_config(model.config), make_config(record, {**from_bits, **settings}))
+    config = make_config(record.name, {**from_bits, **settings})
+    codecs = build_codecs(record, ModelSpec.from_config(model.config), config)
     backend = choose_backend(record, codecs, "auto", torch.device("cuda"))
     assert backend.impl == "fused"
     assert backend.attend_codes is decoded.attend_decoded

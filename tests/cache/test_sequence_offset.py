@@ -10,10 +10,9 @@ from factories import make_model
 from passes import ids, padded
 
 import kvcli
-from kvcli.attention.attach import make_config
 from kvcli.errors import CacheError
 from kvcli.plan.memory import MethodPlan, PlannedModel
-from kvcli.registry import METHODS, get_method
+from kvcli.registry import METHODS, get_method, make_config
 
 WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
 UNFITTED = [name for name in METHODS if not get_method(name).needs_artifact and name != "fp16"]
@@ -115,7 +114,7 @@ def test_it_is_kept_with_the_sequence(method: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", ["turboquant", "rtn"])
 def test_a_plan_counts_it(name: str) -> None:
     method, model = get_method(name), make_model("qwen3", max_position_embeddings=4096)
-    config = make_config(method, method.example_settings)
+    config = make_config(method.name, method.example_settings)
     planned = PlannedModel("tiny", model.config, model.dtype, model.device)
     with kvcli.attach(model, name, **method.example_settings) as session, torch.no_grad():
         cache = session.new_cache()

@@ -13,7 +13,7 @@ from kvcli.cli import recommend
 from kvcli.commands.sizes import size
 from kvcli.models.shapes import shape_config
 from kvcli.plan import memory
-from kvcli.registry import check_settings, method_name, parse_name
+from kvcli.registry import make_config, method_name, parse_name
 
 MODEL_CONFIG = memory.model_config
 TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_text())}
@@ -130,7 +130,7 @@ def test_known_losses_are_those_of_records(model: str, repo_root: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for method, kl in TABLES[model]["kl"].items():
         name, settings = parse_name(method)
-        check_settings(name, settings)
+        make_config(name, settings)
         assert method_name(name, settings) == method
         assert kl in [round(row["kl_mean"], 6) for row in rows if row["method"] == method]
     shipped = repo_root / "kvcli" / "fitted" / model

@@ -12,6 +12,7 @@ import torch
 from factories import load, make_model
 from typer.testing import CliRunner
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.session import Session
 from kvcli.cli import doctor
 from kvcli.cli.app import app
@@ -52,7 +53,7 @@ def test_commands_warm_up_what_they_attach(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Session, "warmup", warm_up)
     with Case("rtn", "rtn", settings={"group_size": 4}).attach(loaded, output, batch=3, chunk=32):
         pass
-    with ChosenMethod("rtn", None, {"group_size": 4}).attach(loaded, "auto", output):
+    with ChosenMethod(MethodChoice("rtn", {"group_size": 4})).attach(loaded, "auto", output):
         pass
     assert warmed == [(3, output.progress, 32), (1, output.progress, None)]
 

@@ -44,9 +44,10 @@ def test_attach_follows_a_recipe(command_model: LoadedModel, recipe: Path) -> No
         assert session.config.residual_length == 8
     with kvcli.attach(command_model, recipe=recipe, residual_length=16) as session:
         assert session.config.residual_length == 16
-    for arguments in ({}, {"method": "kivi", "recipe": recipe}):
-        with pytest.raises(UsageError, match="a method, or a recipe"):
-            kvcli.attach(command_model, **arguments)
+    with pytest.raises(UsageError, match="name a method, an artifact or a recipe"):
+        kvcli.attach(command_model)
+    with pytest.raises(UsageError, match="the recipe is for method 'kivi', not 'rtn-2'"):
+        kvcli.attach(command_model, "rtn-2", recipe=recipe)
     other = load(make_model("qwen2", vocab_size=260, max_position_embeddings=2048))
     with pytest.raises(ConfigError, match="made for smollm2-135m, not for this model: the shapes differ"):
         kvcli.attach(other, recipe=recipe)
@@ -66,7 +67,8 @@ def test_commands_follow_a_recipe(recipe: Path) -> None:
     assert [row["label"] for row in rows] == ["kivi", "r"]
     assert [name for name, _ in named(rows)] == ["kivi", "r (kivi)"]
     assert rows[0]["kl_mean"] == rows[1]["kl_mean"] > 0
-    assert "omit --method" in refused("generate", *prompt[:-1], "--recipe", str(recipe), "--method", "rtn-2")
+    other = refused("generate", *prompt[:-1], "--recipe", str(recipe), "--method", "rtn-2")
+    assert "the recipe is for method 'kivi', not 'rtn-2'" in other
 
 
 def test_a_recipe_of_another_model_is_refused_by_name(recipe: Path) -> None:

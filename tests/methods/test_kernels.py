@@ -9,7 +9,6 @@ import pytest
 import torch
 from parts import DEVICE, assert_same, exact_attend, make_codec, make_part
 
-from kvcli.attention.attach import make_config
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores
@@ -18,7 +17,7 @@ from kvcli.methods.commvq.attend_kernels import stage_ranges
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.registry import parse_method
+from kvcli.registry import make_config
 
 CASES = [
     # method, heads, kv heads, head_dim, batch, length, queries, lengths, settings
@@ -251,7 +250,7 @@ def test_unsupported_shapes_are_known_before_attention(
     ],
 )
 def test_passes_hold_their_tables_in_a_cache(stages: int, size: int, expected: list[tuple[int, int]]) -> None:
-    config = make_config(parse_method("commvq")[0], {"num_residuals": stages, "codebook_size": size})
+    config = make_config("commvq", {"num_residuals": stages, "codebook_size": size})
     assert stage_ranges(config, 128) == expected
 
 

@@ -10,14 +10,14 @@ from factories import clustered, make_model, make_spec
 from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_part
 
 from kvcli.attention import reference
-from kvcli.attention.attach import attach, make_config
+from kvcli.attention.attach import attach
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
 from kvcli.methods.samples import LayerSamples
-from kvcli.registry import METHODS, get_method
+from kvcli.registry import METHODS, get_method, make_config
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 LENGTH = 70
@@ -41,7 +41,7 @@ def rotation_of(codec: LayerCodec, length: int = LENGTH) -> Rotation:
 def test_an_offset_is_taken_off_and_added_exactly(name: str) -> None:
     """encode(R(k + b)) are the codes of R k, and decoding them adds R b."""
     method = get_method(name)
-    codec = method.build(make_spec(), make_config(method, dict(method.example_settings)), 0)
+    codec = method.build(make_spec(), make_config(method.name, dict(method.example_settings)), 0)
     length = LENGTH // codec.tokens_per_group * codec.tokens_per_group
     keys = torch.randn(1, 2, length, 16)
     rotation = rotation_of(codec, length)

@@ -10,9 +10,8 @@ import torch
 from encoders import DEVICE
 from factories import make_spec
 
-from kvcli.attention.attach import make_config
 from kvcli.cache.window import WindowLayout
-from kvcli.registry import get_method
+from kvcli.registry import get_method, make_config
 
 
 @pytest.mark.kernels
@@ -20,7 +19,7 @@ from kvcli.registry import get_method
 def test_one_kernel_rounds_values_in_the_window(dtype: torch.dtype) -> None:
     """Window and codes are bit for bit what encoding, writing and decoding apart give."""
     method = get_method("kivi")
-    config = make_config(method, {"residual_length": 16, "group_size": 16})
+    config = make_config(method.name, {"residual_length": 16, "group_size": 16})
     value: Any = method.build(make_spec(16), config, 0).to(DEVICE).value
     value.fused = True
     layout, first, count = WindowLayout(3, 21), torch.tensor([[0], [19], [40]], dtype=torch.int32, device=DEVICE), 3

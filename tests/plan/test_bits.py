@@ -8,10 +8,10 @@ import pytest
 import torch
 from factories import make_model
 
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.session import Session
+from kvcli.methods.per_layer import build_codecs
 from kvcli.plan.cache import stored_bits
-from kvcli.registry import parse_method
+from kvcli.registry import make_config, parse_method
 from kvcli.spec import ModelSpec
 
 GROUPED = {"residual_length": 32, "group_size": 16}
@@ -32,7 +32,7 @@ def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], 
     model = make_model("llama").to(torch.bfloat16)
     spec = ModelSpec.from_config(model.config)
     method, from_bits = parse_method(name)
-    config = make_config(method, {**from_bits, **settings})
+    config = make_config(method.name, {**from_bits, **settings})
     codecs = build_codecs(method, spec, config)  # unfitted: bytes do not depend on what codebooks hold
     with Session(model, spec, method, config, codecs, "auto") as session, torch.no_grad():
         cache = session.new_cache()

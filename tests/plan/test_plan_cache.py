@@ -9,12 +9,12 @@ import torch
 from factories import make_model
 
 from kvcli.attention import steps
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.methods.config import BiasOffsetConfig
+from kvcli.methods.per_layer import build_codecs
 from kvcli.plan.cache import CachePlan
-from kvcli.registry import METHODS, get_config, get_method
+from kvcli.registry import METHODS, get_config, get_method, make_config
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -23,7 +23,7 @@ def attached(model: Any, name: str) -> tuple[Session, CachePlan]:
     """A session with codecs that are not fitted, whose bytes are those of fitted ones, and the plan of its caches."""
     spec = ModelSpec.from_config(model.config)
     method = get_method(name)
-    config = make_config(method, method.example_settings).resolve(spec)
+    config = make_config(method.name, method.example_settings).resolve(spec)
     codecs = build_codecs(method, spec, config)
     bias = probe(model).key_biases()
     plan = CachePlan.of_codecs(spec, method, config, codecs, model.dtype, key_bias=bias[0] is not None)

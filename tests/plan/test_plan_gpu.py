@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.bench.model import random_model
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
+from kvcli.methods.per_layer import build_codecs
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import LoadedModel
 from kvcli.models.shapes import shape_config
 from kvcli.plan.memory import MethodPlan, PlannedModel, calibration
-from kvcli.registry import parse_method
+from kvcli.registry import make_config, parse_method
 from kvcli.spec import ModelSpec
 
 pytestmark = [
@@ -52,7 +52,7 @@ def test_the_memory_of_generating(
     model: Any, planned: PlannedModel, name: str, tokens: int, batch: int, chunk: int | None
 ) -> None:
     method, from_bits = parse_method(name)
-    plan = MethodPlan(planned, name, method, make_config(method, from_bits).resolve(planned.spec), fused=True)
+    plan = MethodPlan(planned, name, method, make_config(method.name, from_bits).resolve(planned.spec), fused=True)
     codecs = build_codecs(method, planned.spec, plan.config)
     for codec in codecs:
         codec.cuda()

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.attach import make_config
 from kvcli.kernels.launch import norm_unit
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
 from kvcli.methods.head_groups import KeyGroups
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.packing import pack_bits
-from kvcli.registry import parse_method
+from kvcli.registry import make_config, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.spec import ModelSpec, RopeSpec
 
@@ -41,7 +40,7 @@ def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: 
     method, from_bits = parse_method(name)
     rope = RopeSpec("default", 1e4, head_dim)
     spec = ModelSpec("llama", 1, heads * head_dim, heads, kv_heads, head_dim, 4096, 1, rope)
-    config = make_config(method, {**from_bits, **settings})
+    config = make_config(method.name, {**from_bits, **settings})
     if method.name == "commvq":
         config = config.resolve(spec)
     codec = method.build(spec, config, 0).to(DEVICE)

@@ -14,18 +14,18 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.attention.attach import build_codecs, make_config
 from kvcli.errors import ChunkError, ConfigError, UsageError, error_text, explain
 from kvcli.integrations.lmcache.format import ChunkLayout
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.per_layer import build_codecs
 from kvcli.models.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.models.checkpoint import read_config
 from kvcli.models.hub import download_config
 from kvcli.progress import no_progress, say_nothing
-from kvcli.registry import get_method, parse_method
+from kvcli.registry import get_method, make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
@@ -140,7 +140,7 @@ class Served:
             method, from_bits = parse_method(settings.method)
             if method.needs_artifact:
                 raise UsageError(f"method '{settings.method}' needs an artifact; name its folder as \"artifact\"")
-            config, fitted, source = make_config(method, {**from_bits, **settings.settings}), None, None
+            config, fitted, source = make_config(method.name, {**from_bits, **settings.settings}), None, None
         return cls(spec, rope, method, config, fitted, source, settings.exact_tokens, settings.device)
 
     def on_device(self) -> AbstractContextManager[Any]:

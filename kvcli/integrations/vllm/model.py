@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe
-from kvcli.attention.attach import make_codecs
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import CacheConfig
@@ -107,14 +107,8 @@ def codecs_of(
             return str(artifact.metadata["fingerprint"])
         return fingerprint(model, spec)
 
-    exact, codecs = make_codecs(
-        settings.method,
-        artifact,
-        dict(settings.values),
-        spec,
-        attention=lambda: attention_of_config(model),
-        digest=digest,
-    )
+    choice = MethodChoice(settings.method, settings.values, artifact)
+    exact, codecs = choice.codecs(spec, lambda: attention_of_config(model), digest)
     check_codecs(settings.method, codecs)
     groups = [codec.key.tokens_per_group for codec in codecs]
     if odd := [i for i, group in enumerate(groups) if group != max(groups)]:

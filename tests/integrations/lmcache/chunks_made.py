@@ -9,10 +9,9 @@ from factories import make_model, make_spec
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvcli.attention.attach import make_config
 from kvcli.integrations.lmcache.chunk import ChunkCodec
 from kvcli.integrations.lmcache.served import Served
-from kvcli.registry import parse_method
+from kvcli.registry import make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
@@ -24,7 +23,7 @@ CHUNK = [2, 1, 64, 32]
 def served(spec: ModelSpec = SPEC, method: str = "kivi-2", exact_tokens: int = 1, **settings: Any) -> Served:
     """A model of these shapes and a method that needs no artifact."""
     record, from_bits = parse_method(method)
-    config = make_config(record, {**from_bits, **settings})
+    config = make_config(record.name, {**from_bits, **settings})
     rotary = make_model("llama", head_dim=spec.head_dim).model.rotary_emb
     return Served(spec, Rope(rotary), record, config, exact_tokens=exact_tokens)
 

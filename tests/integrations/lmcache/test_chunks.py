@@ -9,12 +9,11 @@ import torch
 from chunks_made import CHUNK, SPEC, decoded, random_chunk, served
 from factories import make_model, make_spec
 
-from kvcli.attention.attach import make_config
 from kvcli.errors import ChunkError, UsageError
 from kvcli.integrations.lmcache.chunk import ChunkCodec
 from kvcli.integrations.lmcache.format import SIZE, ChunkLayout
 from kvcli.integrations.lmcache.served import Served
-from kvcli.registry import METHODS, get_method, parse_method
+from kvcli.registry import METHODS, get_method, make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec, RopeSpec
 
@@ -65,12 +64,12 @@ def test_unknown_layouts_are_refused_by_name() -> None:
 def test_every_method_is_stored_or_refused(method: str) -> None:
     record = get_method(method)
     settings = {"key_offset": "none"} if "key_offset" in record.config_cls.model_fields else {}
-    if record.build(SPEC, make_config(record, settings), 0).key.new_state(1, torch.device("cpu")) is not None:
+    if record.build(SPEC, make_config(record.name, settings), 0).key.new_state(1, torch.device("cpu")) is not None:
         with pytest.raises(UsageError, match="state"):
             served(method=method, **settings)
         return
     codec, chunk = ChunkCodec(served(method=method, **settings)), random_chunk(CHUNK)
-    if record.build(SPEC, make_config(record, settings), 0).tokens_per_group > CHUNK[2]:
+    if record.build(SPEC, make_config(record.name, settings), 0).tokens_per_group > CHUNK[2]:
         with pytest.raises(ChunkError, match=r"64 tokens.*multiple of"):
             codec.encode(chunk)
         codec = ChunkCodec(served(method=method, **settings, **record.example_settings))
@@ -87,7 +86,7 @@ def test_bits_with_everything_included(method: str, most: float, head_dim: int, 
     rope = RopeSpec("default", 1e4, head_dim)
     spec = ModelSpec("llama", 1, num_kv_heads * head_dim, num_kv_heads, num_kv_heads, head_dim, 8192, 97, rope)
     record, from_bits = parse_method(method)
-    config = make_config(record, from_bits).resolve(spec)
+    config = make_config(record.name, from_bits).resolve(spec)
     rotary = make_model("llama", head_dim=head_dim).model.rotary_emb
     codecs = [record.build(spec, config, 0)] if record.needs_artifact else None
     codec = ChunkCodec(Served(spec, Rope(rotary), record, config, codecs))
