@@ -293,7 +293,7 @@ def enable(
         >>> with continuous_batching.enable(model, "turboquant-3"):
         ...     outputs = model.generate_batch(prompts, generation_config=config)
     """
-    choice = MethodChoice.of(method, artifact=artifact, recipe=recipe, settings=settings).for_pages()
+    choice = MethodChoice.of(method, artifact, recipe, settings).for_pages()
     with attach(model, choice, impl=impl, layers=layers) as session:
         check_codecs(choice.method, session.codecs)
     module: Any = session.model

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.errors import ChunkError, ConfigError, UsageError, error_text, explain
 from kvcli.integrations.lmcache.format import ChunkLayout
 from kvcli.integrations.skeleton import rope_of, skeleton
@@ -25,7 +25,6 @@ from kvcli.models.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.models.checkpoint import read_config
 from kvcli.models.hub import download_config
 from kvcli.progress import no_progress, say_nothing
-from kvcli.registry import get_method, make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
@@ -38,20 +37,13 @@ class SerdeSettings(BaseModel):
     model: str = Field(description="served model, for its config: a folder, a built-in name or OWNER/MODEL on the hub")
     method: str = Field(default="", description="method that needs no artifact, with its bits")
     artifact: str = Field(default="", description="folder of an artifact, which says its method")
-    settings: dict[str, Any] = Field(default_factory=dict, description="settings of a method without an artifact")
+    recipe: str = Field(default="", description="file of a recipe, which says its method, artifact and settings")
+    settings: dict[str, Any] = Field(default_factory=dict, description="settings of the method")
     exact_tokens: int = Field(
         default=1, ge=0, le=64, description="first tokens of every chunk that are kept as they are"
     )
     device: str = Field(default="cpu", description="torch device that encodes and decodes")
     max_workers: int = Field(default=1, ge=1, le=64, description="threads that encode and decode")
-
-    @model_validator(mode="after")
-    def _method_or_artifact(self) -> Self:
-        if bool(self.method) == bool(self.artifact):
-            raise ValueError("name either a method that needs no artifact, or the folder of an artifact")
-        if self.artifact and self.settings:
-            raise ValueError("an artifact has its own settings; settings belong to a method")
-        return self
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -118,30 +110,24 @@ class Served:
 
     @classmethod
     def load(cls, settings: SerdeSettings) -> Served:
-        """Reads the model's config and the artifact.
+        """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
 
         Raises:
             KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
         """
-        name = settings.model
+        name, named = settings.model, (settings.method, settings.artifact, settings.recipe, settings.settings)
+        choice = MethodChoice.of(*named).for_pages()
         if name in BUILTIN_MODELS:  # no other model is fetched as a whole
             folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
         else:
             folder = Path(name).expanduser()
         model_config = read_config(folder if folder.is_dir() else download_config(name))
         spec, rope = ModelSpec.from_config(model_config), rope_of(skeleton(model_config))
-        if settings.artifact:
-            artifact = Artifact.load(settings.artifact)
-            # the weights are not here: what is compared are the shapes
-            artifact.check_model(spec, artifact.metadata["fingerprint"], artifact.method)
-            method, config = get_method(artifact.method), artifact.config
-            fitted, source = artifact.build_codecs(config), artifact.metadata["files"]
-        else:
-            method, from_bits = parse_method(settings.method)
-            if method.needs_artifact:
-                raise UsageError(f"method '{settings.method}' needs an artifact; name its folder as \"artifact\"")
-            config, fitted, source = make_config(method.name, {**from_bits, **settings.settings}), None, None
-        return cls(spec, rope, method, config, fitted, source, settings.exact_tokens, settings.device)
+        fitted, source = None, None
+        if choice.fitted is not None:
+            fitted, source = choice.codecs(spec)[1], choice.fitted.metadata["files"]
+        rest = settings.exact_tokens, settings.device
+        return cls(spec, rope, choice.record, choice.config, fitted, source, *rest)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the device the current one, where kernels are launched."""
@@ -177,7 +163,11 @@ class Served:
         if (num_layers, num_kv_heads) not in self._parts:
             num_heads = num_kv_heads * self.spec.num_kv_groups
             part = replace(self.spec, num_layers=num_layers, num_kv_heads=num_kv_heads, num_heads=num_heads)
-            self._parts[num_layers, num_kv_heads] = self._ready(build_codecs(self.method, part, self._config))
+            try:
+                codecs = build_codecs(self.method, part, self._config)
+            except ConfigError as error:  # bits of each layer of the whole model
+                raise ChunkError(str(error)) from error
+            self._parts[num_layers, num_kv_heads] = self._ready(codecs)
         return self._parts[num_layers, num_kv_heads]
 
     def _ready(self, codecs: list[LayerCodec]) -> list[LayerCodec]:

@@ -19,9 +19,9 @@ def register() -> None:
         UsageError: a vLLM that is not known.
         KvcliError: a method or an artifact that cannot be used.
     """
-    from kvcli.integrations.vllm.model import Settings
+    from kvcli.integrations.vllm.model import choice_of_environment
 
-    if Settings.read() is None:
+    if choice_of_environment() is None:
         return
     try:
         import vllm

@@ -29,12 +29,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kvcli.attention.backend import choose_backend
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
+from kvcli.integrations.vllm.model import ARTIFACT, METHOD, choice_of_environment, codecs_of
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
-from kvcli.registry import get_method, parse_method
 
 _SPARE_RINGS = 16
 """Rings of requests that have just finished, which vLLM does not tell."""
@@ -50,8 +49,8 @@ class Layers:
 
     def __init__(self, config: VllmConfig) -> None:
         check_engine(config)
-        settings = Settings.read()
-        if settings is None:
+        choice = choice_of_environment()
+        if choice is None:
             raise UsageError(f"this backend stores codes: set {METHOD} or {ARTIFACT}")
         model, loading = config.model_config, config.load_config
         ranks = config.parallel_config.tensor_parallel_size
@@ -69,12 +68,12 @@ class Layers:
                 ) from error
 
         dummy = loading.load_format == "dummy"
-        exact, codecs, self.rope = codecs_of(model.hf_text_config, settings, ranks, None if dummy else weights)
+        exact, codecs, self.rope = codecs_of(model.hf_text_config, choice, ranks, None if dummy else weights)
         device = torch.empty(0, device=config.device_config.device_type).device
         self.ranges = StepRanges(2 * len(codecs), device)
         if hasattr(self.rope, "module"):
             self.rope.module.to(device)
-        self.backend = choose_backend(get_method(parse_method(settings.method)[0].name), codecs, "auto", device)
+        self.backend = choose_backend(choice.record, codecs, "auto", device)
         self.encoders = []
         for layer_idx, codec in enumerate(codecs):
             codec.to(device).eval()
@@ -83,7 +82,7 @@ class Layers:
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
         rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
-        residual_length = settings.values.get("residual_length", RESIDUAL_LENGTH)
+        residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
         self.make_windows = partial(Windows, rings, residual_length, self.group, device)
         self.windows = list[Windows]()
         self.tokens: Tokens | None = None  # of the last pass

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safetensors import safe_open
 from torch import nn
 
-from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.choice import MethodChoice
-from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models.fingerprint import fingerprint
 from kvcli.paged.pages import check_codecs, device_of
-from kvcli.registry import parse_method
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.model import attention_of_config
 from kvcli.spec import ModelSpec
@@ -29,56 +26,27 @@ from kvcli.spec import ModelSpec
 METHOD, ARTIFACT, RECIPE, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_RECIPE", "KVCLI_SETTINGS"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A method, its artifact, settings of the method, and the recipe if that named them."""
+def choice_of_environment() -> MethodChoice | None:
+    """The choice by KVCLI_METHOD, KVCLI_ARTIFACT or KVCLI_RECIPE, with KVCLI_SETTINGS; None: the three are not there.
 
-    method: str
-    artifact: Artifact | None
-    values: Mapping[str, Any]
-    recipe: Recipe | None = None
-
-    @classmethod
-    def read(cls) -> Self | None:
-        """The settings in the environment; None: KVCLI_METHOD, KVCLI_ARTIFACT and KVCLI_RECIPE are not there.
-
-        KVCLI_SETTINGS change those of a recipe, but for `flush_block`, which pages do not have.
-
-        Raises:
-            UsageError: several of them, settings of none, an unknown method, or one that needs an artifact.
-            ConfigError: KVCLI_SETTINGS is no JSON object, or a recipe that cannot be read or lacks its artifact.
-            ArtifactError: an artifact that cannot be read.
-        """
-        named = {x: value for x in (METHOD, ARTIFACT, RECIPE) if (value := os.environ.get(x))}
-        if not named:
-            if os.environ.get(SETTINGS):
-                raise UsageError(f"{SETTINGS} are of a method: set {METHOD}, {ARTIFACT} or {RECIPE}, or unset it")
-            return None
-        if len(named) > 1:
-            raise UsageError(f"a recipe and an artifact say their method: set one of {', '.join(named)}")
-        try:
-            values = json.loads(os.environ.get(SETTINGS) or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
-        if "flush_block" in values:
-            raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
-        recipe = Recipe.read(named[RECIPE]) if RECIPE in named else None
-        folder = named.get(ARTIFACT) if recipe is None else recipe.find_artifact()
-        artifact = Artifact.load(folder) if folder else None
-        if recipe is not None:
-            values = {**recipe.settings, **values}
-            values.pop("flush_block", None)
-            return cls(recipe.method, artifact, values, recipe)
-        name = named[METHOD] if artifact is None else artifact.method
-        if parse_method(name)[0].needs_artifact and artifact is None:
-            raise UsageError(f"method '{name}' needs an artifact; name its folder in {ARTIFACT} instead")
-        return cls(name, artifact, values)
+    UsageError, ConfigError, ArtifactError: as those of a `MethodChoice` for pages, or settings that are no JSON object.
+    """
+    method, artifact, recipe, text = (os.environ.get(x, "") for x in (METHOD, ARTIFACT, RECIPE, SETTINGS))
+    if not (method or artifact or recipe):
+        if text:
+            raise UsageError(f"{SETTINGS} are of a method: set {METHOD}, {ARTIFACT} or {RECIPE}, or unset it")
+        return None
+    try:
+        values = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
+    return MethodChoice.of(method, artifact, recipe, values).for_pages()
 
 
 def codecs_of(
-    config: Any, settings: Settings, ranks: int, weights: Callable[[], Path] | None
+    config: Any, choice: MethodChoice, ranks: int, weights: Callable[[], Path] | None
 ) -> tuple[CacheConfig, list[LayerCodec], Rope]:
     """The settings, codecs of all layers of a model on the CPU, and its RoPE, which rotates by 0 if no codec needs it.
 
@@ -92,31 +60,23 @@ def codecs_of(
             of another model, a model that is not understood.
     """
     model, spec = skeleton(config), ModelSpec.from_config(config)
-    artifact, recipe, whole, kv_heads = settings.artifact, settings.recipe, spec, spec.num_kv_heads
+    whole, kv_heads, fitted = spec, spec.num_kv_heads, choice.artifact is not None
     if spec.other_layers:
         raise UnsupportedModelError("layers without full attention, such as a sliding window, have no codes in pages")
-    if ranks > 1 and artifact is None:
+    if ranks > 1 and not fitted:
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
-    with_weights, with_biases = bool(artifact or recipe), settings.values.get("key_offset") != "none"
+    with_weights, with_biases = fitted or choice.recipe is not None, choice.named.get("key_offset") != "none"
     read_projections(model, weights, with_weights=with_weights, with_biases=with_biases)
-    if recipe is not None and weights is not None:
-        recipe.check_model(fingerprint(model, whole))
-
-    def digest() -> str:
-        if weights is None and artifact is not None:
-            return str(artifact.metadata["fingerprint"])
-        return fingerprint(model, spec)
-
-    choice = MethodChoice(settings.method, settings.values, artifact)
+    digest = None if weights is None else lambda: fingerprint(model, whole)
     exact, codecs = choice.codecs(spec, lambda: attention_of_config(model), digest)
-    check_codecs(settings.method, codecs)
+    check_codecs(choice.method, codecs)
     groups = [codec.key.tokens_per_group for codec in codecs]
     if odd := [i for i, group in enumerate(groups) if group != max(groups)]:
         raise UsageError(
             "layers whose keys are encoded in groups of different sizes are not supported in vLLM's pages: layer "
             f"{odd[0]} has groups of {groups[odd[0]]} (keys of 16 bits: of 1), others of {max(groups)} tokens"
         )
-    if ranks > 1 and artifact is not None:
+    if ranks > 1 and fitted:
         codecs = _fitted_of_rank(exact, codecs, ranks)
     elif ranks > 1:
         for codec in codecs:

@@ -71,13 +71,7 @@ def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("values", "named"),
-    [
-        ({}, "either a method"),
-        ({"method": "kivi-2", "artifact": "a"}, "either a method"),
-        ({"artifact": "a", "settings": {"group_size": 16}}, "settings belong to a method"),
-        ({"method": "kivi-2", "exact_tokens": -1}, "exact_tokens"),
-        ({"metod": "kivi-2"}, "did you mean 'method'"),
-    ],
+    [({"method": "kivi-2", "exact_tokens": -1}, "exact_tokens"), ({"metod": "kivi-2"}, "did you mean 'method'")],
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -89,7 +83,10 @@ def test_wrong_settings_are_refused(values: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({}, "name a method, an artifact or a recipe"),
         ({"method": "nothing-2"}, "unknown method"),
+        ({"method": "rtn-4", "settings": {"flush_block": 4}}, "omit flush_block"),
+        ({"recipe": "none.yaml"}, "cannot read none.yaml"),
         ({"method": "commvq-2"}, "needs an artifact"),
         ({"method": "squat-2"}, "state"),
         ({"method": "fp8"}, "key_offset"),

@@ -13,11 +13,12 @@ from factories import load, make_model
 from families import make
 
 from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe, artifact_sha256
-from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError
+from kvcli.errors import ArtifactError, ConfigError, ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
-from kvcli.integrations.vllm.model import Settings, codecs_of
+from kvcli.integrations.vllm.model import choice_of_environment, codecs_of
 from kvcli.registry import get_method
 
 
@@ -28,19 +29,17 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_variables_there_is_nothing_to_do() -> None:
-    assert Settings.read() is None
+    assert choice_of_environment() is None
     register()  # needs no vLLM
 
 
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"METHOD": "rtn-4", "ARTIFACT": "a"}, UsageError, "set one of KVCLI_METHOD, KVCLI_ARTIFACT"),
-        ({"METHOD": "rtn-4", "RECIPE": "r.yaml"}, UsageError, "set one of KVCLI_METHOD, KVCLI_RECIPE"),
-        ({"ARTIFACT": "a", "RECIPE": "r.yaml"}, UsageError, "set one of KVCLI_ARTIFACT, KVCLI_RECIPE"),
+        ({"METHOD": "rtn-4", "ARTIFACT": "a"}, ArtifactError, "no artifact in a"),
         ({"RECIPE": "none.yaml"}, ConfigError, "cannot read none.yaml"),
         ({"METHOD": "turboqant-3"}, UsageError, "turboqant"),
-        ({"METHOD": "commvq"}, UsageError, "name its folder in KVCLI_ARTIFACT"),
+        ({"METHOD": "commvq"}, UsageError, "needs an artifact"),
         ({"METHOD": "rtn-4", "SETTINGS": "{"}, ConfigError, "KVCLI_SETTINGS is no JSON"),
         ({"METHOD": "rtn-4", "SETTINGS": "[" * 100_000}, ConfigError, "KVCLI_SETTINGS is no JSON"),
         ({"SETTINGS": '{"key_offset": "none"}'}, UsageError, "set KVCLI_METHOD, KVCLI_ARTIFACT or KVCLI_RECIPE"),
@@ -58,7 +57,7 @@ def test_variables_that_cannot_be_used_are_refused(
 
 
 def codecs(model: Any, name: str, folder: Path | None = None, ranks: int = 1, **values: Any) -> Any:
-    return codecs_of(model.config, Settings(name, None, values), ranks, None if folder is None else lambda: folder)[1]
+    return codecs_of(model.config, MethodChoice(name, values), ranks, None if folder is None else lambda: folder)[1]
 
 
 @pytest.mark.parametrize("name", ["squat-2", "squat-pre-2", "qjl", "kvarn"])
@@ -78,14 +77,14 @@ SETTINGS = {"k_bits": 3, "v_bits": 2, "sink_length": 2, "residual_length": 8, "f
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MethodChoice]:
     """Writes a recipe of a method for a model, and reads what KVCLI_RECIPE then names."""
 
-    def named(model: Any, method: str = "turboquant", settings: Any = SETTINGS, **rest: Any) -> Settings:
+    def named(model: Any, method: str = "turboquant", settings: Any = SETTINGS, **rest: Any) -> MethodChoice:
         made = Recipe(model="tiny", fingerprint=load(model).fingerprint, method=method, settings=dict(settings), **rest)
         made.save(tmp_path / "r.yaml")
         monkeypatch.setenv("KVCLI_RECIPE", str(tmp_path / "r.yaml"))
-        read = Settings.read()
+        read = choice_of_environment()
         assert read is not None
         return read
 
@@ -93,21 +92,21 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Set
 
 
 def test_a_recipe_gives_method_bits_and_window(
-    recipe: Callable[..., Settings], tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[..., MethodChoice], tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its `flush_block` has no effect in pages; KVCLI_SETTINGS change the rest."""
     read = recipe(tiny_model)
     assert (read.method, read.artifact) == ("turboquant", None)
-    assert read.values == {name: x for name, x in SETTINGS.items() if name != "flush_block"}
+    assert read.named == SETTINGS
     exact, made = codecs_of(tiny_model.config, read, 1, None)[:2]
     assert (exact.sink_length, *(made[0].key.n_bits, made[0].value.n_bits)) == (2, 3, 2)
     monkeypatch.setenv("KVCLI_SETTINGS", '{"residual_length": 16}')
-    assert recipe(tiny_model).values["residual_length"] == 16
+    assert recipe(tiny_model).named["residual_length"] == 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_recipe_of_another_model_is_refused(
-    ranks: int, recipe: Callable[..., Settings], tiny_model: Any, tmp_path: Path
+    ranks: int, recipe: Callable[..., MethodChoice], tiny_model: Any, tmp_path: Path
 ) -> None:
     """Also where a process has a part of the heads; random weights belong to every recipe."""
     tiny_model.save_pretrained(tmp_path)
@@ -123,20 +122,21 @@ def test_a_recipe_of_another_model_is_refused(
 
 
 def test_a_recipe_names_its_artifact(
-    recipe: Callable[..., Settings], tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+    recipe: Callable[..., MethodChoice], tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
 ) -> None:
     tiny_artifact(get_method("oscar")).save(tmp_path / "a")
     named = {"artifact": str(tmp_path / "a"), "artifact_sha256": artifact_sha256(tmp_path / "a")}
     read = recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
-    assert (read.method, read.values) == ("oscar", {"sink_length": 2})
-    assert read.artifact is not None
-    assert read.artifact.method == "oscar"
+    assert (read.method, read.named) == ("oscar", {"sink_length": 2})
+    assert read.folder == tmp_path / "a"
     (tmp_path / "a").rename(tmp_path / "b")
     with pytest.raises(ConfigError, match="does not hold the artifact of the recipe"):
         recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
 
 
-def test_what_a_recipe_cannot_do_in_pages_is_refused_by_name(recipe: Callable[..., Settings], tiny_model: Any) -> None:
+def test_what_a_recipe_cannot_do_in_pages_is_refused_by_name(
+    recipe: Callable[..., MethodChoice], tiny_model: Any
+) -> None:
     for method, settings, message in (
         ("kivi", {"k_bits": [2, 16, 2]}, "groups of different sizes .* layer 1 has groups of 1 "),
         ("squat", {"k_bits": 2}, "codes of method 'squat' depend on other tokens"),
@@ -174,7 +174,7 @@ def test_heads_of_one_process_have_codecs_of_their_own(
     assert codecs(tiny_model, "turboquant-3", ranks=2)[0].key.spec.num_kv_heads == 1
     assert codecs(tiny_model, "turboquant-3", ranks=4)[0].key.spec.num_kv_heads == 1
     artifact = fitted(tiny_model, "commvq", tmp_path, value_groups=2, key_offset="mean")
-    for layer_idx, codec in enumerate(codecs_of(tiny_model.config, Settings("commvq", artifact, {}), 2, None)[1]):
+    for layer_idx, codec in enumerate(codecs_of(tiny_model.config, MethodChoice("commvq", {}, artifact), 2, None)[1]):
         found = codec.state_dict()
         for name in ("key", "value"):
             prefix = f"layers.{layer_idx}.{name}.parts.{rank}."
@@ -204,7 +204,7 @@ def test_codes_of_heads_of_several_processes_are_refused_by_name(
     # 9 bytes per channel of a band for 6 heads
     artifact = fitted(tiny_model, name, tmp_path, **({"bits": 1.5} if name == "klt" else {}))
     with pytest.raises(UsageError, match=f"no tensor parallelism with this artifact: .*{reason}"):
-        codecs_of(tiny_model.config, Settings(name, artifact, {}), 2, None)
+        codecs_of(tiny_model.config, MethodChoice(name, {}, artifact), 2, None)
 
 
 def test_other_layers_and_families_are_refused_by_name() -> None:
