@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcli.attention.attach import attach
     from kvcli.attention.generation import Generated, SamplingConfig
     from kvcli.attention.session import Session
+    from kvcli.attention.shared import new_cache
     from kvcli.cache.compressed import MemoryReport
     from kvcli.cache.context import Context
     from kvcli.models.load import load_model
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "attach",
     "load_model",
+    "new_cache",
 ]
 
 _MODULES = {
@@ -45,6 +47,7 @@ _MODULES = {
     "Session": "kvcli.attention.session",
     "attach": "kvcli.attention.attach",
     "load_model": "kvcli.models.load",
+    "new_cache": "kvcli.attention.shared",
 }
 
 
