@@ -21,7 +21,7 @@ from kvcli.registry import BASELINE, UNFITTED_METHOD
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.bench.layer import MethodCase
+    from kvcli.artifact.choice import MethodChoice
 
 _WARM = 16
 """First passes that do not count: in them, codes begin and graphs are captured."""
@@ -47,7 +47,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
 
     loaded, shared = options.load_model(options.random_weights, reporter)
     model: Any = loaded.model
-    cases, count = options.method_cases(few=True), _WARM + options.passes
+    cases, count = options.choices(few=True), _WARM + options.passes
     total = options.prompt_tokens + count * options.chunk
     ids = random_prompt(model, options.batch_size, total, options.seed)
 
@@ -63,7 +63,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
         return 1e3 * statistics.median(stop - start for start, stop in pairwise(times[_WARM:]))
 
     @torch.inference_mode()
-    def measure(case: MethodCase, row: Row) -> Row:
+    def measure(case: MethodChoice, row: Row) -> Row:
         stock = DynamicCache(config=model.config)
         stock_ms = median_ms(stock, partial(read, stock))
         with open_session(model, case, options.impl, options.seed) as session:
@@ -77,7 +77,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
         return replace(row, impl=impl).plus(ms=ms, pass_ms=pass_ms, stock_ms=stock_ms, mode=mode)
 
     empty = partial(Row, context=options.prompt_tokens, batch=options.batch_size, impl="-")
-    rows = (run_row(partial(measure, case), empty(case.name)) for case in cases)
+    rows = (run_row(partial(measure, case), empty(case.label)) for case in cases)
     return BenchRows(rows, len(cases), {**shared, "chunk": options.chunk})
 
 

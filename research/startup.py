@@ -26,7 +26,7 @@ from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 
 if TYPE_CHECKING:
-    from kvcli.bench.layer import MethodCase
+    from kvcli.artifact.choice import MethodChoice
 
 _NEW_TOKENS = 24
 """Enough that steps are captured."""
@@ -42,19 +42,19 @@ class StartupOptions(WholeModelOptions):
 
 def prepare(options: StartupOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods."""
-    cases = options.method_cases(few=True)
+    cases = options.choices(few=True)
     fp16: dict[str, float] = {}
 
-    def measure(case: MethodCase, row: Row) -> Row:
+    def measure(case: MethodChoice, row: Row) -> Row:
         with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as folder:
-            cold, warm = (_run(options, case.name, folder) for _ in range(2))
+            cold, warm = (_run(options, case.label, folder) for _ in range(2))
         row = replace(row, impl=cold["impl"]).plus(kernels=cold["kernels"], later=cold["later"])
         for state, run in (("cold", cold), ("warm", warm)):
             times = {f"{state}_{name}": run[name] for name in ("s", "tokens_s", "warmup_s")}
             row = row.plus(**times, **{f"{state}_extra_s": run["tokens_s"] - fp16.setdefault(state, run["tokens_s"])})
         return row
 
-    rows = (run_row(partial(measure, case), Row(case.name, options.prompt_tokens, 1, "-")) for case in cases)
+    rows = (run_row(partial(measure, case), Row(case.label, options.prompt_tokens, 1, "-")) for case in cases)
     shape = options.random_weights
     return BenchRows(rows, len(cases), {"model": shape or options.model, "weights": "random" if shape else "model"})
 
@@ -73,7 +73,7 @@ def _run(options: StartupOptions, method: str, folder: str) -> dict[str, Any]:
 
 def first_tokens(options_json: str, method: str, started: str) -> None:
     """What a process of the suite does: loads the model, reads a prompt, makes tokens, prints its figures."""
-    from kvcli.bench.layer import MethodCase
+    from kvcli.artifact.choice import MethodChoice
     from kvcli.bench.model import attached, random_prompt, run_model
     from kvcli.commands.options import parse_settings
     from kvcli.kernels.compiled import compiled_kernels
@@ -81,7 +81,7 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
 
     options = StartupOptions(**json.loads(options_json))
     model = options.load_model(options.random_weights, Silent())[0].model
-    case = MethodCase.parse(method, parse_settings(options.setting))
+    case = MethodChoice(method).plus(parse_settings(options.setting))
     with attached(model, case, options.impl, options.seed) as session:
         before = time.time()
         kernels = [] if session is None else session.warmup()

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.metadata import new_metadata
-from kvcli.bench.layer import MethodCase, randomize_
+from kvcli.bench.layer import randomize_, unfitted_codec
 from kvcli.models.shapes import shape_config
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
@@ -34,19 +35,15 @@ WARM = 8
 
 def save_random_artifact(method: str, config: Any, folder: Path) -> None:
     """Saves an artifact with random codebooks, which an engine with random weights takes for its own."""
-    case, spec, generator = (
-        MethodCase.parse(method, {}),
-        ModelSpec.from_config(config),
-        torch.Generator().manual_seed(0),
-    )
+    case, spec, generator = (MethodChoice(method), ModelSpec.from_config(config), torch.Generator().manual_seed(0))
     tensors = {}
     for layer_idx in range(spec.num_layers):
-        codec = case.build(spec, layer_idx)
+        codec = unfitted_codec(case, spec, layer_idx)
         randomize_(codec, generator)
         tensors.update({f"layers.{layer_idx}.{name}": x for name, x in codec.state_dict().items()})
     identity = {"model": "random", "fingerprint": "0" * 16 + ":" + "003c" * (4 * spec.num_layers)}
     metadata = new_metadata(
-        method=case.method.name,
+        method=case.name,
         config=case.config.resolve(spec),
         identity={**identity, "spec": spec.to_dict()},
         provenance={},

@@ -5,7 +5,7 @@ Imports no torch: what can be checked of a choice is checked before torch is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvcli.artifact.recipe import Recipe
 from kvcli.commands.paths import artifact_method
-from kvcli.errors import ArtifactError, UsageError
+from kvcli.errors import ArtifactError, ConfigError, UsageError
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
-from kvcli.registry import get_config, get_method, make_config, parse_name
+from kvcli.registry import BASELINE, get_config, get_method, make_config, method_name, parse_name
 
 if TYPE_CHECKING:
     from kvcli.artifact.artifact import Artifact
@@ -45,38 +45,48 @@ class MethodChoice:
     def of(
         cls,
         method: str | Self = "",
-        *,
         artifact: str | Path | Artifact | None = None,
         recipe: str | Path | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] = {},
     ) -> Self:
-        """The choice by a method, an artifact or a recipe, or by several of them that agree; or another with settings.
+        """The choice by a method, an artifact or a recipe, or by several that agree; or another with more settings.
 
-        Raises:
-            UsageError: none of them, another method than the recipe's, or beside a recipe an artifact without a folder.
-            ConfigError: a recipe that cannot be read, or another artifact than its own.
-            ArtifactError: there is no artifact, or one that has to name its method is damaged.
+        UsageError: none of them, or another method than the recipe's; ConfigError: a recipe that cannot be read, or
+        another artifact than its own; ArtifactError: none in that folder, or a damaged one that has to name its method.
         """
         if isinstance(method, MethodChoice):
-            return replace(method, settings={**method.settings, **(settings or {})})
-        settings, artifact = dict(settings or {}), Path(artifact) if isinstance(artifact, str) else artifact
-        if recipe is not None:
+            return replace(method, settings={**method.settings, **settings})
+        folder = Path(artifact) if artifact and isinstance(artifact, str) else artifact or None
+        if recipe:
             read = Recipe.read(recipe)
             if method not in ("", read.method):
                 raise UsageError(f"the recipe is for method '{read.method}', not '{method}'")
-            if not isinstance(artifact, Path | None):
+            if not isinstance(folder, Path | None):
                 raise UsageError("beside a recipe, an artifact is named by its folder")
-            return cls(read.method, settings, read.find_artifact(artifact), read)
-        if not method:
-            if artifact is None:
-                raise UsageError("name a method, an artifact or a recipe")
-            method = _method_of(artifact)
-        return cls(method, settings, artifact)
+            return cls(read.method, settings, read.find_artifact(folder), read)
+        if not method and folder is None:
+            raise UsageError("name a method, an artifact or a recipe")
+        return cls(method or cls("", {}, folder).fitted_method, settings, folder)
 
     @property
     def name(self) -> str:
         """The method without its bits; UsageError: no such method."""
         return parse_name(self.method)[0]
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it compresses nothing."""
+        return self.name == BASELINE
+
+    @property
+    def label(self) -> str:
+        """The method with its bits, as records name it."""
+        return method_name(self.name, dict(self.config))
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the artifact lies; None without one, or if it is in memory alone."""
+        return self.artifact if isinstance(self.artifact, Path) else None
 
     @property
     def record(self) -> Method:
@@ -96,6 +106,14 @@ class MethodChoice:
         from kvcli.artifact.artifact import Artifact
 
         return Artifact.load(self.artifact)
+
+    @property
+    def fitted_method(self) -> str:
+        """The artifact's method, empty without one; ArtifactError: it is not there, or damaged."""
+        known = artifact_method(self.artifact) if isinstance(self.artifact, Path) else None
+        if known is None and self.fitted is not None:  # which says what is damaged
+            known = self.fitted.method
+        return known or ""
 
     @cached_property
     def config(self) -> CacheConfig:
@@ -120,18 +138,24 @@ class MethodChoice:
                 )
             _ = self.config
             return
-        if (method := _method_of(self.artifact)) != self.name:
-            raise ArtifactError(f"the artifact is for method '{method}', not '{self.method}'")
+        if self.fitted_method != self.name:
+            raise ArtifactError(f"the artifact is for method '{self.fitted_method}', not '{self.method}'")
         unknown = self.named.keys() - get_config(self.name).model_fields
         make_config(self.name, {x: self.named[x] for x in unknown})  # what fits its settings is known when it is read
 
-    def for_pages(self) -> Self:
-        """The same, for codes in pages or chunks, where tokens are encoded at once: a `flush_block` has no effect.
+    def plus(self, common: Mapping[str, Any]) -> Self:
+        """The same, with those of some settings that the method has."""
+        own = get_config(self.name).model_fields.keys() & common.keys()
+        return replace(self, settings={**self.settings, **{x: common[x] for x in own}})
 
-        That of a recipe, or of an artifact, is passed over. UsageError: it was asked for.
+    def for_pages(self) -> Self:
+        """The same, checked, for codes in pages or chunks, where tokens are encoded at once.
+
+        A `flush_block` of a recipe or an artifact has no effect. UsageError: it was asked for; others as of `check`.
         """
         if "flush_block" in self.settings:
             raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
+        self.check()
         return self
 
     def check_model(self, spec: ModelSpec, fingerprint: str | None) -> None:
@@ -168,15 +192,19 @@ class MethodChoice:
         return self.config if attention is None else choose_offsets(attention, self.config, codecs), codecs
 
 
-def _method_of(artifact: Artifact | Path) -> str:
-    """The method of an artifact; ArtifactError: there is none, or it is damaged."""
-    if not isinstance(artifact, Path):
-        return artifact.method
-    if (known := artifact_method(artifact)) is not None:
-        return known
-    from kvcli.artifact.artifact import Artifact
+def choose(choices: Iterable[MethodChoice], common: Mapping[str, Any]) -> list[MethodChoice]:
+    """Choices, each with those of the common settings that are its own, checked without torch and without artifacts.
 
-    return Artifact.load(artifact).method  # which says what is wrong
+    UsageError: no such method; ConfigError: a setting that no method has, or a value out of range; ArtifactError: one
+    of another method.
+    """
+    found, unknown = [choice.plus(common) for choice in choices], set(common)
+    for choice in found:
+        choice.check(fit=True)
+        unknown -= get_config(choice.name).model_fields.keys()
+    if unknown:
+        raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+    return found
 
 
 def choose_offsets(

@@ -62,9 +62,9 @@ def attach(
     module: Any = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module) or not hasattr(module, "config"):
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
-    choice = MethodChoice.of(method, artifact=artifact, recipe=recipe, settings=config)
+    choice = MethodChoice.of(method, artifact, recipe, config)
     choice.check()
-    if module.dtype == torch.float64 and choice.name != BASELINE:
+    if module.dtype == torch.float64 and not choice.is_baseline:
         raise UnsupportedModelError(
             f"method '{choice.method}' does not take a model in float64; load it in float32, bfloat16 or float16"
         )

@@ -32,7 +32,7 @@ from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
 if TYPE_CHECKING:
-    from kvcli.bench.layer import MethodCase
+    from kvcli.artifact.choice import MethodChoice
     from kvcli.bench.timing import Timing
 
 
@@ -103,12 +103,12 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     dtype: torch.dtype = getattr(torch, name)
     contexts = options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024])
     batches = parse_batches(options.batches) or [1]
-    cases = [case for case in options.method_cases() if not case.is_baseline]
+    cases = [case for case in options.choices() if not case.is_baseline]
     spec = shape_spec(options.shape)
     layer_idx = spec.num_layers - 1 if options.layer is None else options.layer
     if layer_idx >= spec.num_layers:
         raise UsageError(f"shape {options.shape} has layers 0 to {spec.num_layers - 1}, not {layer_idx}")
-    impls = {case.name: choose_backend(case.method, [], options.impl, device).impl for case in cases}
+    impls = {case.label: choose_backend(case.record, [], options.impl, device).impl for case in cases}
     rope = shape_rope(options.shape, device)
     uncompressed = partial(uncompressed_layer, spec, device=device, dtype=dtype, seed=options.seed)
     encoded = partial(encoded_layer, layer_idx=layer_idx, device=device, dtype=dtype, seed=options.seed)
@@ -118,10 +118,10 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
         attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
         return timed(row, time_call(attend, device, options.repeats), 2 * key.nbytes, row.context, spec.kv_dim)
 
-    def measure_method(case: MethodCase, row: Row) -> Row:
+    def measure_method(case: MethodChoice, row: Row) -> Row:
         """Checks a method's kernels, and times them if they are right."""
         layer = encoded(case, spec, rope, context=row.context, batch=row.batch).in_pages(row.figures["page_size"])
-        backend = choose_backend(case.method, [layer.codec], options.impl, device)
+        backend = choose_backend(case.record, [layer.codec], options.impl, device)
         layer.codec.use_kernels(backend.impl == "fused")
         graph = backend.attend_codes is not reference_attend
         with torch.inference_mode():
@@ -136,7 +136,7 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
             yield (sdpa := run_row(measure_sdpa, Row(BASELINE, context, batch, "sdpa")))
             figures = {"sdpa_us": sdpa.figures.get("sdpa_us")}
             for case, pages in product(cases, [None, *options.page_size]):
-                row = Row(case.name, context, batch, impls[case.name], figures={**figures, "page_size": pages})
+                row = Row(case.label, context, batch, impls[case.label], figures={**figures, "page_size": pages})
                 yield run_row(partial(measure_method, case), row)
 
     total = len(contexts) * len(batches) * (1 + len(cases) * (1 + len(options.page_size)))

@@ -37,8 +37,8 @@ from kvcli.registry import UNFITTED_METHOD
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.artifact.choice import MethodChoice
     from kvcli.attention.session import Session
-    from kvcli.bench.layer import MethodCase
     from kvcli.cache.compressed import CompressedCache
 
 Times = tuple[float, float, float]
@@ -69,7 +69,7 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     from kvcli.bench.model import open_session, random_prompt
 
     gpu = torch.device(options.torch_device()).type == "cuda"
-    cases = options.method_cases(kinds_only=True)
+    cases = options.choices(kinds_only=True)
     contexts = options.prompt_tokens or ([2048, 8192, 32768] if gpu else [256, 1024])
     if options.context_folder is not None:
         options.context_folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     model = loaded.model
     check = KernelCheck(model, cases, options.impl, options.seed)
 
-    def measure(case: MethodCase, row: Row) -> Row:
+    def measure(case: MethodChoice, row: Row) -> Row:
         row = row.checked(check.agreement(case, row.context, 1))
         ids = random_prompt(model, 1, row.context + 1, options.seed)
         with (
@@ -90,7 +90,7 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
             return timed(session, path, ids, options, replace(row, impl=session.backend.impl))
 
     rows = (
-        run_row(partial(measure, case), Row(case.name, context, 1, check.impl(case)))
+        run_row(partial(measure, case), Row(case.label, context, 1, check.impl(case)))
         for context, case in product(contexts, cases)
     )
     return BenchRows(rows, len(contexts) * len(cases), {**shared, "prefill_chunk": options.prefill_chunk})

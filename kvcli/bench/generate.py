@@ -125,7 +125,7 @@ def prepare_generate(
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"
-    cases = options.method_cases(few=not gpu)
+    cases = options.choices(few=not gpu)
     batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
     if budget is not None:
         check_budget(budget, device)
@@ -164,7 +164,7 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
     budget = parse_size(options.memory_budget)
     assert budget is not None
     check_budget(budget, torch.device(options.torch_device()))
-    cases = options.method_cases()
+    cases = options.choices()
     batches, chunk, full = parse_batches(options.batches), options.prefill_chunk or FILLED_CHUNK, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
     loaded, shared = options.load_model(shape, reporter)

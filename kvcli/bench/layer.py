@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, State
-from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
-from kvcli.methods.method import Method
 from kvcli.methods.pages import PageTable
 from kvcli.methods.per_layer import make_codec
-from kvcli.registry import BASELINE, make_config, method_name, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
@@ -47,33 +45,12 @@ _QUERY_SCALE = 2.0
 """Standard deviation of the scores: attention neither uniform nor on one token."""
 
 
-@dataclass(frozen=True)
-class MethodCase:
-    """A method with its settings, as measured; its name has the bits, such as kivi-2."""
-
-    name: str
-    method: Method
-    config: CacheConfig
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether this is the model without kvcli."""
-        return self.name == BASELINE
-
-    @classmethod
-    def parse(cls, name: str, settings: dict[str, Any]) -> MethodCase:
-        """A method by name, with those of the settings that it has; errors as those of `parse_method`."""
-        method, from_bits = parse_method(name)
-        known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-        config = make_config(method.name, {**from_bits, **known})
-        return cls(method_name(name, dict(config)), method, config)
-
-    def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
-        """The unfitted codec of a layer; ConfigError for settings that do not fit the shape."""
-        try:
-            return make_codec(self.method, spec, self.config, layer_idx).eval()
-        except ValueError as error:
-            raise ConfigError(f"{self.name}: {error}") from error
+def unfitted_codec(choice: MethodChoice, spec: ModelSpec, layer_idx: int) -> LayerCodec:
+    """The codec of a layer, not fitted; ConfigError for settings that do not fit the shape."""
+    try:
+        return make_codec(choice.record, spec, choice.config, layer_idx).eval()
+    except ValueError as error:
+        raise ConfigError(f"{choice.label}: {error}") from error
 
 
 def randomize_(codec: LayerCodec, generator: torch.Generator) -> None:
@@ -148,7 +125,7 @@ class EncodedLayer:
 
 
 def encoded_layer(
-    case: MethodCase,
+    case: MethodChoice,
     spec: ModelSpec,
     rope: Rope,
     *,
@@ -168,7 +145,7 @@ def encoded_layer(
         ConfigError: settings that do not fit the shape, or a context shorter than a group.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    codec = case.build(spec, layer_idx).to(device)
+    codec = unfitted_codec(case, spec, layer_idx).to(device)
     randomize_(codec, generator)
 
     def normal(rows: int, heads: int, tokens: int) -> Tensor:
@@ -177,7 +154,7 @@ def encoded_layer(
     group = codec.tokens_per_group
     length = context // group * group
     if not length:
-        raise ConfigError(f"{case.name}: a context of {context} tokens has no whole group of {group}")
+        raise ConfigError(f"{case.label}: a context of {context} tokens has no whole group of {group}")
     state = codec.key.new_state(batch, device)
     if state is not None:
         queries, keys = (normal(batch, heads, _OBSERVED_TOKENS) for heads in (spec.num_heads, spec.num_kv_heads))
@@ -284,32 +261,32 @@ class KernelCheck:
     The model is detached; `impl` is that of `kvcli.attach`, UsageError if it does not exist.
     """
 
-    def __init__(self, model: Any, cases: Sequence[MethodCase], impl: str, seed: int) -> None:
+    def __init__(self, model: Any, cases: Sequence[MethodChoice], impl: str, seed: int) -> None:
         attention = probe(model)
         self.spec, device = attention.spec, model.device
         last = self.spec.num_layers - 1
         shared = {"layer_idx": last, "device": device, "dtype": model.dtype, "seed": seed}
         self._layer = partial(encoded_layer, spec=self.spec, rope=attention.rope, **shared)
         self._backends = {
-            case.name: choose_backend(case.method, [case.build(self.spec, last)], impl, device)
+            case.label: choose_backend(case.record, [unfitted_codec(case, self.spec, last)], impl, device)
             for case in cases
             if not case.is_baseline
         }
         self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
 
-    def impl(self, case: MethodCase) -> str:
+    def impl(self, case: MethodChoice) -> str:
         """The attention that runs: `reference`, `fused`, or `sdpa` for the model as it is."""
-        return "sdpa" if case.is_baseline else self._backends[case.name].impl
+        return "sdpa" if case.is_baseline else self._backends[case.label].impl
 
-    def agreement(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+    def agreement(self, case: MethodChoice, context: int, batch: int) -> Agreement | None:
         """How a method's kernels compare with the reference, None where none runs; a shape is checked once."""
-        key = case.name, max(_CHECKED_TOKENS, context), batch
+        key = case.label, max(_CHECKED_TOKENS, context), batch
         if key not in self._agreements:
             self._agreements[key] = self._compare(case, *key[1:])
         return self._agreements[key]
 
-    def _compare(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
-        backend = self._backends.get(case.name)
+    def _compare(self, case: MethodChoice, context: int, batch: int) -> Agreement | None:
+        backend = self._backends.get(case.label)
         if backend is None or backend.attend_codes is reference_attend:
             return None
         layer = self._layer(case=case, context=context, batch=batch)

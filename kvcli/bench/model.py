@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.generation import Mode, SamplingConfig
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.session import Session
-from kvcli.bench.layer import MethodCase, randomize_
+from kvcli.bench.layer import randomize_, unfitted_codec
 from kvcli.bench.timing import synchronized_time
 from kvcli.cache.compressed import CompressedCache, own_bytes
 from kvcli.cache.layer import NewTokens
@@ -92,12 +93,12 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
     return model.eval()
 
 
-def attached(model: Any, case: MethodCase, impl: str, seed: int) -> AbstractContextManager[Session | None]:
+def attached(model: Any, case: MethodChoice, impl: str, seed: int) -> AbstractContextManager[Session | None]:
     """`open_session`, inside a block; the baseline leaves the model as it is, without a session."""
     return nullcontext() if case.is_baseline else open_session(model, case, impl, seed)
 
 
-def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
+def open_session(model: Any, case: MethodChoice, impl: str, seed: int) -> Session:
     """Attaches a method with random codebooks to a model, the baseline too; see `kvcli.attach`.
 
     Raises:
@@ -106,10 +107,10 @@ def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
     """
     spec = probe(model).spec
     generator = torch.Generator(model.device).manual_seed(seed)
-    codecs = [case.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
+    codecs = [unfitted_codec(case, spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
     for codec in codecs:
         randomize_(codec, generator)
-    return Session(model, spec, case.method, case.config, codecs, impl)
+    return Session(model, spec, case.record, case.config, codecs, impl)
 
 
 @torch.inference_mode()
@@ -225,9 +226,10 @@ def random_prompt(model: Any, batch: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, vocab, (batch, length), device=model.device, generator=generator)
 
 
-def round_tokens(of: Session | MethodCase) -> int:
+def round_tokens(of: Session | MethodChoice) -> int:
     """Tokens per row between two passes that encode the same: the longer interval of keys and values."""
-    return max(max(schedule.block, schedule.multiple_of) for schedule in of.method.schedules(of.config))
+    method = of.record if isinstance(of, MethodChoice) else of.method
+    return max(max(schedule.block, schedule.multiple_of) for schedule in method.schedules(of.config))
 
 
 class StepClock:

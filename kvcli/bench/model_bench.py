@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
 from kvcli.bench.fixed_length import with_fixed_length
-from kvcli.bench.layer import KernelCheck, MethodCase
+from kvcli.bench.layer import KernelCheck
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import NoFigures, Row, median_of, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
@@ -107,7 +108,7 @@ class ModelBench:
     """
 
     model: Any
-    cases: list[MethodCase]
+    cases: list[MethodChoice]
     _: KW_ONLY
     impl: str
     seed: int
@@ -155,14 +156,14 @@ class ModelBench:
         for case, (context, batch) in product(self.cases, questions):
             yield run_row(partial(self._memory, case), self._empty(case, context, batch, 2))
 
-    def _empty(self, case: MethodCase, context: int | None, batch: int | None, new_tokens: int) -> Row:
+    def _empty(self, case: MethodChoice, context: int | None, batch: int | None, new_tokens: int) -> Row:
         """A row without figures; None is the size that is searched for."""
         question = "longest context" if context is None else "largest batch" if batch is None else "given"
         weights = sum(weight.nbytes for weight in self.model.parameters())
         figures = {"question": question, "new_tokens": new_tokens, "weights_bytes": weights}
-        return Row(case.name, context or 0, batch or 0, self.check.impl(case), figures=figures)
+        return Row(case.label, context or 0, batch or 0, self.check.impl(case), figures=figures)
 
-    def _times(self, case: MethodCase, repeats: int, copy_gb_s: float | None, row: Row) -> Row:
+    def _times(self, case: MethodChoice, repeats: int, copy_gb_s: float | None, row: Row) -> Row:
         """The row with the times and the memory of its runs."""
         row, runs = self._runs(case, repeats, row)
         return self.timed(row, runs, copy_gb_s, filled=self.fill_middle)
@@ -176,7 +177,7 @@ class ModelBench:
             return row
         return with_ceiling(row, step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s)
 
-    def _runs(self, case: MethodCase, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
+    def _runs(self, case: MethodChoice, repeats: int, row: Row) -> tuple[Row, list[ModelRun]]:
         """The row, checked at the batch that was asked for or is the largest, and its runs."""
         bounded, new_tokens = self.memory_budget is not None or not row.batch, row.figures["new_tokens"]
         if not row.batch:
@@ -201,13 +202,13 @@ class ModelBench:
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens, self.backend)
         return row, runs
 
-    def _memory(self, case: MethodCase, row: Row) -> Row:
+    def _memory(self, case: MethodChoice, row: Row) -> Row:
         """Checks the kernels, once per method, and answers the question."""
         row, run = self._search(case, row.checked(self.check.agreement(case, _CHECKED_CONTEXT, 1)))
         fp16_bytes = row.batch * (row.context + 1) * self.check.spec.fp16_bytes_per_token()
         return row.plus(**memory_figures([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
-    def _search(self, case: MethodCase, row: Row) -> tuple[Row, ModelRun]:
+    def _search(self, case: MethodChoice, row: Row) -> tuple[Row, ModelRun]:
         """The row with the batch and context that answer its question, and their run; NoFigures: nothing fits."""
         runs: dict[int, ModelRun] = {}
         question, new_tokens = row.figures["question"], row.figures["new_tokens"]

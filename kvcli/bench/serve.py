@@ -34,8 +34,8 @@ from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 
 if TYPE_CHECKING:
+    from kvcli.artifact.choice import MethodChoice
     from kvcli.attention.session import Session
-    from kvcli.bench.layer import MethodCase
 
 TRANSFORMERS = "transformers"
 """Name of the row of `transformers serve`, with the model as it is."""
@@ -66,7 +66,7 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
         raise UsageError("packages that are not installed are needed: pip install 'kvcli[serve]'")
     from kvcli.bench.model import open_session, random_prompt
 
-    cases = options.method_cases(kinds_only=True)
+    cases = options.choices(kinds_only=True)
     loaded, shared = options.load_model(options.random_weights, reporter)
     model, folder = loaded.model, _folder(options.model)
     if options.random_weights is not None:
@@ -75,7 +75,7 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     def prompts(clients: int) -> list[list[int]]:
         return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
 
-    def measure(case: MethodCase, row: Row) -> Row:
+    def measure(case: MethodChoice, row: Row) -> Row:
         with (
             tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store,
             open_session(model, case, options.impl, options.seed) as session,
@@ -107,7 +107,7 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
         for clients in options.clients:
             yield run_row(measure_transformers, Row(TRANSFORMERS, options.prompt_tokens, clients, "sdpa"))
             for case in cases:
-                yield run_row(partial(measure, case), Row(case.name, options.prompt_tokens, clients, "-"))
+                yield run_row(partial(measure, case), Row(case.label, options.prompt_tokens, clients, "-"))
 
     return BenchRows(rows(), (1 + len(cases)) * len(options.clients), shared)
 

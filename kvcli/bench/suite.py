@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.commands.options import IMPL_HELP, Impl, parse_settings
-from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
+from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -23,7 +24,7 @@ from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
-    from kvcli.bench.layer import Agreement, MethodCase
+    from kvcli.bench.layer import Agreement
     from kvcli.models.load import LoadedModel
 
 MAX_LENGTH = 2**31 - 1
@@ -63,15 +64,11 @@ class BenchOptions(SuiteOptions):
     impl: Impl = Field(default="auto", description=IMPL_HELP)
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 
-    def method_cases(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodCase]:
-        """fp16 and the methods, by default those of `default_methods`; errors as those of `check_methods`."""
-        from kvcli.bench.layer import MethodCase
-
-        settings = parse_settings(self.setting)
-        names = dict.fromkeys([BASELINE, *(self.method or default_methods(few, kinds_only))])
-        check_methods([(name, {}) for name in names], settings)
-        cases = [MethodCase.parse(name, settings) for name in names]
-        return list({case.name: case for case in cases}.values())
+    def choices(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodChoice]:
+        """fp16 and the methods, by default those of `default_methods`; errors as those of `choose`."""
+        names = [BASELINE, *(self.method or default_methods(few, kinds_only))]
+        found = choose(map(MethodChoice, names), parse_settings(self.setting))
+        return list({choice.label: choice for choice in found}.values())
 
 
 class WholeModelOptions(BenchOptions):
@@ -210,9 +207,8 @@ class BenchRun(Run):
     def __init__(self, suite: BenchSuite, options: BenchOptions) -> None:
         super().__init__(suite, options)
         self.out = options.out or Path("runs") / "bench" / f"{suite.name}.jsonl"
-        settings = parse_settings(options.setting)
         if options.method:  # the default ones are known when torch is
-            check_methods([(name, {}) for name in options.method], settings)
+            choose(map(MethodChoice, options.method), parse_settings(options.setting))
 
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
         """Measures rows, one after another."""

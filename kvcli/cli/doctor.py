@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.commands.options import Options
@@ -125,7 +126,7 @@ def _methods(output: Output) -> Iterator[Finding]:
     """Every method that bench compares, on a small model: its kernels where they run, compared with PyTorch."""
     import torch
 
-    from kvcli.bench.layer import KernelCheck, MethodCase
+    from kvcli.bench.layer import KernelCheck
     from kvcli.bench.model import random_model
     from kvcli.bench.suite import default_methods
 
@@ -135,7 +136,7 @@ def _methods(output: Output) -> Iterator[Finding]:
     names = default_methods()
     with output.progress("methods", len(names), "methods") as advance:
         for name in names:
-            case = MethodCase.parse(name, {} if gpu else {"group_size": 8})
+            case = MethodChoice(name).plus({} if gpu else {"group_size": 8})
             try:
                 check = KernelCheck(model, [case], "auto", 0)
                 agreement = check.agreement(case, _CONTEXT, 1)

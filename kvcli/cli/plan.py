@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.commands.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import newest_artifact
 from kvcli.commands.sizes import parse_size, size
-from kvcli.commands.suite import check_methods
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, make_config, method_name, parse_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
@@ -92,7 +93,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     """
     settings = parse_settings(options.setting)
     if names:  # before torch is imported
-        check_methods([(name, {}) for name in [BASELINE, *names]], settings)
+        choose(map(MethodChoice, [BASELINE, *names]), settings)
     import torch
 
     from kvcli.commands.machine import resident_bytes
@@ -111,30 +112,27 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     config = model_config(options.model, options.base_config, options.model_revision)
     planned = PlannedModel(options.model, config, dtype, device)
     names = list(dict.fromkeys([BASELINE, *(names or [x for name in METHODS for x in get_method(name).bench])]))
-    check_methods([(name, {}) for name in names], settings)
+    choices = choose(map(MethodChoice, names), settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
-    plans = [_method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
+    plans = [_method_plan(planned, choice, fused=fused, program_bytes=program) for choice in choices]
     return planned, plans
 
 
-def _method_plan(
-    planned: PlannedModel, name: str, settings: Mapping[str, Any], *, fused: bool, program_bytes: int
-) -> MethodPlan:
+def _method_plan(planned: PlannedModel, choice: MethodChoice, *, fused: bool, program_bytes: int) -> MethodPlan:
     """What a method needs on a model; settings that are not named are those of its newest artifact, if there is one."""
     from kvcli.artifact.metadata import METADATA, Metadata
     from kvcli.plan.memory import MethodPlan
 
-    method, stored = parse_method(name)
-    settings = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-    if method.needs_artifact:
+    if choice.record.needs_artifact:
         with suppress(ArtifactError):
-            stored = Metadata.read(newest_artifact(planned.name, name) / METADATA).config
+            stored = Metadata.read(newest_artifact(planned.name, choice.method) / METADATA).config
+            choice = replace(choice, settings={**stored, **choice.settings})
     try:
-        config = make_config(method.name, {**stored, **settings}).resolve(planned.spec)
+        config = choice.config.resolve(planned.spec)
     except ValueError as error:
         raise UsageError(error_text(error)) from error
-    return MethodPlan(planned, method_name(name, dict(config)), method, config, fused, program_bytes)
+    return MethodPlan(planned, method_name(choice.name, dict(config)), choice.record, config, fused, program_bytes)
 
 
 def _method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, memory: int | None) -> dict[str, Any]:

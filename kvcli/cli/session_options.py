@@ -118,7 +118,7 @@ class SessionOptions(ModelOptions):
                 artifact = newest_artifact(self.model, method)
             except ArtifactError as error:
                 raise ArtifactError(f"{error}; or add --fit{fit_time(self.model, method)}") from error
-        return MethodChoice.of(method, artifact=artifact, recipe=self.recipe, settings=self.settings())
+        return MethodChoice.of(method, artifact, self.recipe, self.settings())
 
 
 class SamplingOptions(SessionOptions):
@@ -154,8 +154,7 @@ class ChosenMethod:
     @property
     def notes(self) -> dict[str, Any]:
         """What a context notes of it, so that commands find the artifact again; its checksum is in the identity."""
-        folder = self.choice.artifact
-        return {"artifact": str(folder.resolve())} if isinstance(folder, Path) else {}
+        return {} if self.choice.folder is None else {"artifact": str(self.choice.folder.resolve())}
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method, says what its attention runs on, if that is not its kernels, and compiles those."""

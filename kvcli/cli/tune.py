@@ -10,17 +10,18 @@ from urllib.parse import quote
 
 from pydantic import Field
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.machine import commit
 from kvcli.commands.options import IMPL_HELP, Impl, parse_settings
-from kvcli.commands.paths import artifact_method, model_folder
+from kvcli.commands.paths import model_folder
 from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
-from kvcli.registry import BASELINE, METHODS, get_config, get_method, make_config, parse_name
+from kvcli.registry import BASELINE, METHODS, get_config, get_method, parse_name
 
 
 class TuneOptions(TextOptions):
@@ -56,16 +57,16 @@ class TuneOptions(TextOptions):
                 parse_name(name)
                 raise UsageError(f"--method {name}: bits are searched of {', '.join(pairs)}")
             settings = {**common, "sink_length": self.sink_length, "residual_length": window}
-            settings = {x: value for x, value in settings.items() if x in get_config(name).model_fields}
+            choice = MethodChoice(name).plus(settings)
             try:
-                make_config(name, settings)
+                choice.check()
             except ConfigError as error:
                 if self.method:
                     raise
                 output.say(f"left out: {error}")
             else:
                 label = f", window {window}" if len(self.residual_length) > 1 else ""
-                found.append(Case(label, name, None, settings, self.impl))
+                found.append(Case(label, choice, self.impl))
         return found
 
     def max_bytes(self, tokens: int, fp16_bytes: int) -> float:
@@ -94,7 +95,7 @@ def run(options: TuneOptions, output: Output) -> None:
         raise UsageError("say what is to be reached: --max-kld, --max-bits or --memory")
     tokens, bases = parse_size(options.context) or 0, options.bases(output)
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
-    fitted = [Case(x.name, artifact_method(x) or "", x, window, options.impl) for x in options.artifact]
+    fitted = [Case(x.name, MethodChoice.of(artifact=x, settings=window), options.impl) for x in options.artifact]
     from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Judge, tune, widths_of
 
     loaded = options.load(output)
@@ -107,7 +108,7 @@ def run(options: TuneOptions, output: Output) -> None:
         raise UsageError(f"the text is too short: take one of {needed} tokens or more, or lower --seq-len")
     path = options.out or model_folder(options.model, "recipe.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
-    search = 2 * (loaded.spec.num_layers + max(len(widths_of(x.method)) for x in bases))
+    search = 2 * (loaded.spec.num_layers + max(len(widths_of(x.choice.method)) for x in bases))
     verdict = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
     total = search * texts[0].numel() + verdict * texts[1].numel()
     output.say(f"at most {search + verdict} measurements, of {total} tokens in all")
@@ -117,7 +118,7 @@ def run(options: TuneOptions, output: Output) -> None:
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
     best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
-    name = f"{best.case.method} {best.memory.effective_bits:.2f} bits, KL {best.loss:.2g}"
+    name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits, KL {best.loss:.2g}"
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
     if " by layer" not in best.case.label:
         output.say("nothing with bits by layer is better")

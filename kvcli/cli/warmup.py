@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import Field
 
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
 from kvcli.commands.options import ModelOptions, parse_settings
-from kvcli.commands.suite import check_methods
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.registry import UNFITTED_METHOD
@@ -29,10 +29,9 @@ class WarmupOptions(ModelOptions):
 def run(options: WarmupOptions, output: Output) -> None:
     """Compile the kernels of a model ahead, in a container or on a cluster; later processes only load them."""
     settings = parse_settings(options.setting)
-    check_methods([(name, {}) for name in options.method], settings)
+    choose(map(MethodChoice, options.method), settings)
     import torch
 
-    from kvcli.bench.layer import MethodCase
     from kvcli.bench.model import open_session, random_model
     from kvcli.bench.suite import default_methods
     from kvcli.kernels.launch import has_triton
@@ -47,17 +46,17 @@ def run(options: WarmupOptions, output: Output) -> None:
         model = random_model(options.shape, 1, device, dtype, options.seed)
     records: list[dict[str, Any]] = []
     for name in options.method or default_methods():
-        case, started = MethodCase.parse(name, settings), time.perf_counter()
-        output.say(f"{case.name}:")
+        choice, started = MethodChoice(name).plus(settings), time.perf_counter()
+        output.say(f"{choice.label}:")
         kernels: list[str] = []
-        with open_session(model, case, "auto", options.seed) as session:
+        with open_session(model, choice, "auto", options.seed) as session:
             offsets = [codec.key_offset for codec in session.codecs]
             for constant in (0.0, 1.0) if offsets[0] is not None else (0.0,):  # of fitted keys, as the model's are
                 for offset in filter(None.__ne__, offsets):
                     offset.fill_(constant)  # type: ignore[union-attr]
                 for batch in options.batch:
                     kernels += session.warmup(batch, output.progress)
-        records.append({"method": case.name, "kernels": len(kernels), "seconds": time.perf_counter() - started})
+        records.append({"method": choice.label, "kernels": len(kernels), "seconds": time.perf_counter() - started})
     rows = [{name: f"{x:.1f}" if name == "seconds" else str(x) for name, x in record.items()} for record in records]
     name = options.shape or options.model
     table = DataTable.of(f"kernels of {name}, {str(model.dtype).removeprefix('torch.')}, ready", rows)

@@ -13,29 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvcli.commands.options import ModelOptions
 from kvcli.commands.tables import DataTable
-from kvcli.errors import ConfigError, KvcliError
+from kvcli.errors import KvcliError
 from kvcli.progress import Reporter
-from kvcli.registry import get_config, make_config, parse_name
 
 Records = Sequence[Mapping[str, Any]]
 """Records as plain JSON values."""
-
-
-def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], common: Mapping[str, Any]) -> None:
-    """Checks methods, by names with or without bits, without torch.
-
-    Each has settings of its own, None if its artifact has them, and those of the `common` settings that are its own.
-    UsageError: no such method; ConfigError: a setting that no method has, or a value out of range.
-    """
-    unknown = set(common)
-    for text, further in methods:
-        name, from_bits = parse_name(text)
-        fields = get_config(name).model_fields.keys()
-        unknown -= fields
-        if further is not None:
-            make_config(name, {**from_bits, **further, **{x: common[x] for x in common.keys() & fields}})
-    if unknown:
-        raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], r
     layers: list[int] = []
     if by_layer := isinstance(options, LayersOptions):
         layers = parse_layers(options.layers, range(loaded.spec.num_layers), "are in the model")
-        cases = [case for case in cases if case.method != BASELINE] or cases
+        cases = [case for case in cases if not case.choice.is_baseline] or cases
     sequences = options.sequences(loaded, options.num_sequences, options.seq_len, reporter)
     report_of = scored(options, loaded, sequences, reporter)
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from kvcli.artifact.recipe import Recipe
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import is_artifact_of, newest_artifact
-from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
+from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
 from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, parse_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,15 +116,13 @@ class CorpusOptions(EvalOptions, TextOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """A method, with or without bits, and its settings; or, not `compressed`, the model with transformers' own cache.
+    """What is measured: a method; or, not `compressed`, the model with transformers' own cache.
 
-    The `label` is the name of the row, `artifact` the folder of a fitted method, `impl` as in `kvcli.attach`.
+    The `label` is the name of the row, `impl` as in `kvcli.attach`.
     """
 
     label: str
-    method: str
-    artifact: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    choice: MethodChoice
     impl: str = "auto"
     compressed: bool = True
 
@@ -139,7 +137,7 @@ class Case:
         """Attaches the method to some layers of a model, or to all, and compiles its kernels; see `kvcli.attach`."""
         from kvcli.attention.attach import attach
 
-        session = attach(loaded, self.method, artifact=self.artifact, impl=self.impl, layers=layers, **self.settings)
+        session = attach(loaded, self.choice, impl=self.impl, layers=layers)
         session.warmup(batch, reporter.progress, chunk)
         return session
 
@@ -155,7 +153,7 @@ class Case:
             yield session.new_cache
 
 
-REFERENCE = Case(UNCOMPRESSED, BASELINE, compressed=False)
+REFERENCE = Case(UNCOMPRESSED, MethodChoice(BASELINE), compressed=False)
 """The model itself."""
 
 
@@ -188,22 +186,8 @@ class EvalRun(Run):
         check_model_name(options.model)
         super().__init__(suite, options)
         self.out, self._records = options.out, list[EvalRecord]()
-        window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-        chosen, common = choose_cases(options), parse_settings(options.setting)
-        check_methods([(name, window if artifact is None else None) for name, artifact in chosen], common)
-        self._recipes = [Recipe.read(path) for path in options.recipe]
+        cases = [REFERENCE] * suite.with_reference + choose_cases(options)
         self._former = None if options.baseline is None else read_rows(options.baseline)
-        from kvcli.methods.method import sliding_window
-
-        cases = [REFERENCE] * suite.with_reference
-        for name, artifact in chosen:
-            method = get_method(parse_name(name)[0])
-            # tokens leave the window one by one where the method has no schedule of its own
-            settings = window | ({"flush_block": 1} if method.schedules is sliding_window else {})
-            settings |= {x: value for x, value in common.items() if x in method.config_cls.model_fields}
-            cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
-        for path, recipe in zip(options.recipe, self._recipes, strict=True):
-            cases.append(Case(path.stem, recipe.method, recipe.find_artifact(), recipe.settings, options.impl))
         labels = [case.label for case in cases]
         self._compared: str | None = getattr(options, "compare_with", None)
         if self._compared not in (None, *labels):
@@ -212,7 +196,7 @@ class EvalRun(Run):
         if suite.rows_per_method:
             return
         if self._compared is None and len(cases) > 1:
-            others = (case.label for case in cases if case.method != BASELINE or not case.compressed)
+            others = (case.label for case in cases if not (case.choice.is_baseline and case.compressed))
             self._compared = next(others, None)
         if self._former is not None:
             check_labels(suite.name, labels, self._former)
@@ -221,20 +205,14 @@ class EvalRun(Run):
         """Measures rows, one after another; they have differences to the row compared with if that came before."""
         import torch
 
-        from kvcli.artifact.artifact import Artifact
-        from kvcli.artifact.metadata import METADATA, Metadata
         from kvcli.commands.machine import environment_info
         from kvcli.eval.intervals import metrics_of
         from kvcli.storage.manifest import json_sha256
 
         options, suite = self.options, self.suite
         loaded = options.load(reporter)
-        for recipe in self._recipes:
-            recipe.check_model(loaded.fingerprint)
         for case in self._cases:  # before anything is measured
-            if case.artifact is not None:
-                name = parse_name(case.method)[0]
-                Artifact.load(case.artifact).check_model(loaded.spec, loaded.fingerprint, name)
+            case.choice.check_model(loaded.spec, loaded.fingerprint)
         warn_beyond_positions(loaded, max(getattr(options, "contexts", [0])), reporter)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)
@@ -256,12 +234,11 @@ class EvalRun(Run):
         for measured in rows():
             case = measured.case
             other = next((record for record in self._records if record.label == self._compared), None)
-            config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
             record = record_type(suite.record, suite.unit)(
                 suite=suite.name,
                 label=measured.label or case.label,
-                method=method_name(case.method, config),
-                artifact=None if case.artifact is None else str(case.artifact),
+                method=case.choice.label,
+                artifact=None if case.choice.folder is None else str(case.choice.folder),
                 metrics=metrics_of(measured.units, other, options.seed),
                 memory=None if measured.memory is None else measured.memory.to_dict(),
                 unit=suite.unit.kind,
@@ -303,25 +280,37 @@ class EvalSuite(Suite):
     rows_per_method: bool = False
 
 
-def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
-    """Methods with their artifacts, in the order of the table.
+def choose_cases(options: EvalOptions) -> list[Case]:
+    """Methods with their artifacts, then recipes, in the order of the table; artifacts are read.
 
     A fitted method of --method is measured with its artifacts of --artifact, else with the newest one.
 
-    UsageError: a method that does not exist; ArtifactError: an artifact that is missing.
+    KvcliError: a method, a setting, an artifact or a recipe that cannot be used.
     """
-    cases: list[tuple[str, Path | None]] = []
-    for name in options.method or [BASELINE]:
-        method, from_bits = parse_name(name)
-        if not get_config(method).needs_artifact:
-            cases.append((name, None))
-        elif not any(is_artifact_of(folder, method, from_bits) for folder in options.artifact):
-            cases.append((name, newest_artifact(options.model, name)))
+    window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
+    chosen = list[MethodChoice]()
+    for text in options.method or [BASELINE]:
+        name, from_bits = parse_name(text)
+        if not get_config(name).needs_artifact:
+            chosen.append(MethodChoice(text, window))
+        elif not any(is_artifact_of(folder, name, from_bits) for folder in options.artifact):
+            chosen.append(MethodChoice(text, window, newest_artifact(options.model, text)))
     if not options.method and not options.artifact and not options.recipe:
         for name in METHODS:
             if get_config(name).needs_artifact:
                 with suppress(ArtifactError):
-                    cases.append((name, newest_artifact(options.model, name)))
-    from kvcli.artifact.metadata import METADATA, Metadata  # imports torch
+                    chosen.append(MethodChoice(name, window, newest_artifact(options.model, name)))
+    chosen += [MethodChoice.of(artifact=folder, settings=window) for folder in options.artifact]
+    chosen, recipes = choose(chosen, parse_settings(options.setting)), options.recipe
+    cases = [Case(path.stem, MethodChoice.of(recipe=path), options.impl) for path in recipes]
+    from kvcli.methods.method import sliding_window  # imports torch
 
-    return cases + [(Metadata.read(folder / METADATA).method, folder) for folder in options.artifact]
+    def of_protocol(choice: MethodChoice) -> MethodChoice:
+        """Tokens leave the window one by one where the method has no schedule of its own."""
+        one_by_one = {"flush_block": 1} if choice.record.schedules is sliding_window else {}
+        return replace(choice, settings={**one_by_one, **choice.settings})
+
+    named = [Case(x.method if x.folder is None else x.folder.name, of_protocol(x), options.impl) for x in chosen]
+    for case in (*named, *cases):
+        _ = case.choice.fitted
+    return [*named, *cases]

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cache.compressed import MemoryReport
 from kvcli.commands.sizes import size
@@ -31,7 +30,7 @@ from kvcli.methods.config import EXACT, CacheConfig
 from kvcli.models.load import LoadedModel
 from kvcli.plan.cache import CachePlan
 from kvcli.progress import Reporter
-from kvcli.registry import get_config, method_name
+from kvcli.registry import get_config
 from kvcli.seam.probe import probe
 from kvcli.storage.atomic import append_record, read_records
 from kvcli.storage.manifest import json_sha256
@@ -86,16 +85,16 @@ class Trial:
         memory = {x: getattr(self.memory, x) for x in ("key_bits", "value_bits", "effective_bits", "cache_bytes")}
         loss = {"kl_mean": kl.mean, "kl_low": kl.low, "kl_high": kl.high}
         versus = {"difference": difference.mean, "real": difference.excludes_zero}
-        return {"label": self.case.label, "method": self.case.method, **memory, **loss, **versus}
+        return {"label": self.case.label, "method": self.case.choice.method, **memory, **loss, **versus}
 
     def recipe(self, loaded: LoadedModel, measured: Mapping[str, Any]) -> Recipe:
         """The recipe of it; `measured` says on what."""
-        settings, folder = self.plan.config.model_dump(mode="json"), self.case.artifact
+        settings, folder = self.plan.config.model_dump(mode="json"), self.case.choice.folder
         row = {name: x for name, x in self.to_dict(self).items() if name.startswith("kl_") or name.endswith("_bits")}
         return Recipe(
             model=loaded.name,
             fingerprint=loaded.fingerprint,
-            method=self.case.method,
+            method=self.case.choice.method,
             # what was fitted is in the artifact
             settings={x: settings[x] for x in (settings if folder is None else CacheConfig.model_fields)},
             artifact=None if folder is None else str(folder),
@@ -125,14 +124,14 @@ class Judge:
 
     def plan(self, case: Case) -> CachePlan:
         """The caches of a method on a model in 16 bits; errors as those of `kvcli.attach`."""
-        choice, spec = MethodChoice(case.method, case.settings, case.artifact), self.loaded.spec
+        choice, spec = case.choice, self.loaded.spec
         config, codecs = choice.codecs(spec, lambda: probe(self.loaded.model), lambda: self.loaded.fingerprint)
         return CachePlan.of_codecs(spec, choice.record, config, codecs, torch.float16)
 
     def trial(self, case: Case, *, verdict: bool = True) -> Trial:
-        plan, text = self.plan(case), self.texts[verdict]
-        made: dict[str, Any] = {"method": case.method, "settings": plan.config.model_dump(mode="json")}
-        made |= {"artifact": case.artifact and artifact_sha256(case.artifact), "chunk": self.options.chunk}
+        plan, text, folder = self.plan(case), self.texts[verdict], case.choice.folder
+        made: dict[str, Any] = {"method": case.choice.method, "settings": plan.config.model_dump(mode="json")}
+        made |= {"artifact": folder and artifact_sha256(folder), "chunk": self.options.chunk}
         model = {"fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype)}
         key = json_sha256({**made, **model, "tokens": text.tolist()})
         known = next((x for x in read_records(self.path) if x.get("key") == key), None)
@@ -162,13 +161,14 @@ def with_bits(base: Case, bits: Sequence[int]) -> Case:
     """A method with bits of the keys of each layer, then of the values; a single number where they are the same."""
     sides = {"k_bits": [*bits[: len(bits) // 2]], "v_bits": [*bits[len(bits) // 2 :]]}
     settings = {name: x[0] if len({*x}) == 1 else x for name, x in sides.items()}
-    name = method_name(base.method, settings)
+    choice = replace(base.choice, settings={**base.choice.settings, **settings})
+    name = choice.label
     if len(coded := [i for i, x in enumerate(bits) if x != EXACT]) == 1:
         side, layer = divmod(coded[0], len(bits) // 2)
         name += f", {('keys', 'values')[side]} of layer {layer} alone"
-    elif name == base.method:
+    elif name == base.choice.method:
         name += " by layer, K {:.2f} V {:.2f}".format(*map(fmean, sides.values()))
-    return replace(base, label=name + base.label, settings={**base.settings, **settings})
+    return replace(base, label=name + base.label, choice=choice)
 
 
 def path_of(curves: Sequence[Curve]) -> list[list[int]]:
@@ -196,7 +196,7 @@ def curves_of(base: Case, judge: Judge) -> list[Curve]:
         def trial(bits: list[int]) -> Trial:
             return judge.trial(with_bits(base, exact + bits if side else bits + exact), verdict=False)  # noqa: B023
 
-        measured = {x: trial([x] * len(layers)) for x in widths_of(base.method)}
+        measured = {x: trial([x] * len(layers)) for x in widths_of(base.choice.method)}
         whole = {x: y for x, y in measured.items() if y.loss < RUINOUS or x == max(measured)}
         least = min(whole)
         alone = [trial([least if i == layer else EXACT for i in layers]).loss for layer in layers]
@@ -249,14 +249,16 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[T
         low, high = (judge.trial(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
         first, last = (math.log(max(x.loss, 1e-30)) for x in (low, high))
         if first == last:
-            raise UsageError(f"all bits of {base.method} lose the same: few codes are read, so take a longer --seq-len")
+            raise UsageError(
+                f"all bits of {base.choice.method} lose the same: few codes are read, so take a longer --seq-len"
+            )
         slope = (last - first) / (high.memory.cache_bytes - low.memory.cache_bytes)
         by_loss = first + slope * (goal.max_bytes - low.memory.cache_bytes)
         by_bytes = low.memory.cache_bytes + (math.log(goal.max_kld) - first) / slope
         order.append((by_loss if math.isinf(goal.max_kld) else by_bytes, len(order)))
         trials += [low, high]
     trials += by_layer(bases[min(order)[1]], judge)
-    trials = list({x.case.label + str(x.case.settings): x for x in trials}.values())
+    trials = list({x.case.label + str(x.case.choice.settings): x for x in trials}.values())
     best = goal.best(trials, lambda x: (x.memory.cache_bytes, x.loss))
     if best is None:
         least, small = min(trials, key=lambda x: x.loss), min(trials, key=lambda x: x.memory.cache_bytes)

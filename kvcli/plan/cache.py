@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.decoder import can_step
 from kvcli.attention.steps import step_capacity
 from kvcli.cache.compressed import MemoryReport
@@ -23,7 +24,6 @@ from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import build_codecs
-from kvcli.registry import make_config, parse_method
 from kvcli.spec import ModelSpec
 
 _LONGEST = 2**20
@@ -197,8 +197,8 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
         Nominal bits; stored bits of encoded keys and of values, scales and norms included; bits over all tokens at each
         context, window and positions included.
     """
-    method, from_bits = parse_method(name)
-    config = make_config(method.name, {**from_bits, **settings})
+    choice = MethodChoice(name, settings)
+    method, config = choice.record, choice.config
     plan = CachePlan.of_codecs(spec, method, config, build_codecs(method, spec, config), torch.float16)
     key, value = (fmean(bits) for bits in zip(*plan.layer_bits(), strict=True))
     effective = []

@@ -28,9 +28,9 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     """Prints what is launched late, and how much was launched in the warm-up."""
     head_dim, heads, kv_heads, batch = sizes
     compiled_kernels.pretend(CAPABILITY)
+    from kvcli.artifact.choice import MethodChoice
     from kvcli.attention import decoder, layer, steps, warmup
     from kvcli.attention.generation import SamplingConfig
-    from kvcli.bench.layer import MethodCase
     from kvcli.bench.model import open_session
     from kvcli.cache.ranges import Ranges
     from kvcli.kernels import compiling
@@ -65,7 +65,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
         num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=8192, pad_token_id=None,
     )  # fmt: skip
     model, draw, when = LlamaForCausalLM(config).eval().to(dtype), random.Random(0), "warm-up"
-    with torch.inference_mode(), open_session(model, MethodCase.parse(method, {}), "fused", 0) as session:
+    with torch.inference_mode(), open_session(model, MethodChoice(method), "fused", 0) as session:
         assert len(session.warmup(batch, chunk=32)) == len(launched) > 10  # each variant once
         known = len(launched)
         layers = [(model.device, backend) for backend in session.backends]

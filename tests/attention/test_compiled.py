@@ -12,10 +12,10 @@ from factories import make_model
 from torch._dynamo.testing import CompileCounter
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.generation import SamplingConfig
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step, with_fixed_length
-from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import ModelRun, attached, run_model
 from kvcli.errors import UsageError
 from kvcli.registry import parse_method
@@ -115,7 +115,7 @@ def test_passes_are_not_compiled() -> None:
 
 def test_compiled_rows_say_so() -> None:
     model = make_model("llama")
-    with attached(model, MethodCase.parse("kivi-2", SETTINGS), "auto", 0) as new_cache:
+    with attached(model, MethodChoice("kivi-2").plus(SETTINGS), "auto", 0) as new_cache:
         run = run_model(model, new_cache, IDS, 30, None, backend="eager")
     assert (run.how, run.note) == ("steps, compiled", None)
 

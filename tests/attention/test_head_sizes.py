@@ -9,7 +9,7 @@ import pytest
 import torch
 from factories import make_model
 
-from kvcli.bench.layer import MethodCase
+from kvcli.artifact.choice import MethodChoice
 from kvcli.bench.model import open_session
 
 METHODS = ("rtn-4", "fp8", "kivi-2", "squat-2", "squat-pre-2", "qjl", "turboquant-3", "commvq-1")
@@ -35,7 +35,7 @@ def states(model: Any, method: str, impl: str) -> tuple[torch.Tensor, str | None
     mask = torch.ones(2, sum(PASSES), dtype=torch.long, device=device)
     mask[1, :7] = 0
     ids = torch.randint(3, 97, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)
-    with open_session(model, MethodCase.parse(method, {"residual_length": 32}), impl, 0) as session, torch.no_grad():
+    with open_session(model, MethodChoice(method).plus({"residual_length": 32}), impl, 0) as session, torch.no_grad():
         cache = session.new_cache()
         for count in PASSES:
             piece, seen = ids[:, seen : seen + count], seen + count

@@ -11,8 +11,9 @@ import torch
 from factories import make_model
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.steps import begin_steps
-from kvcli.bench.layer import MethodCase, encoded_layer
+from kvcli.bench.layer import encoded_layer, unfitted_codec
 from kvcli.models.shapes import shape_rope, shape_spec
 
 pytest.importorskip("triton")
@@ -47,7 +48,7 @@ def test_nothing_is_compiled_after_the_warm_up(arguments: str) -> None:
 
 def test_blocks_of_codes_and_rows_of_counts_begin_where_kernels_are_compiled_for() -> None:
     """At multiples of 16 tokens, and of 16 bytes."""
-    codec = MethodCase.parse("rtn", {"group_size": 4}).build(shape_spec("tiny"), 0)
+    codec = unfitted_codec(MethodChoice("rtn").plus({"group_size": 4}), shape_spec("tiny"), 0)
     starts = [start for start, _ in codec.blocks(10000, 3855)]
     assert len(starts) == 3
     assert [start % 16 for start in starts] == [0, 0, 0]
@@ -61,7 +62,7 @@ def test_blocks_of_codes_and_rows_of_counts_begin_where_kernels_are_compiled_for
 
 
 def test_all_is_decoded_at_once_only_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, rope = MethodCase.parse("rtn", {"group_size": 4}), shape_rope("tiny", torch.device("cpu"))
+    case, rope = MethodChoice("rtn").plus({"group_size": 4}), shape_rope("tiny", torch.device("cpu"))
     like = {"layer_idx": 0, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
     layer = encoded_layer(case=case, spec=shape_spec("tiny"), rope=rope, context=64, batch=1, **like)
     found = {}

@@ -11,9 +11,10 @@ import torch
 from benched import CPU, SMALL
 from commvq_reordered import reordered_attend
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.attention import SUITE, AttentionOptions, prepare
-from kvcli.bench.layer import EncodedLayer, MethodCase, compare_attention, encoded_layer, randomize_, tile
+from kvcli.bench.layer import EncodedLayer, compare_attention, encoded_layer, randomize_, tile, unfitted_codec
 from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
@@ -25,7 +26,7 @@ NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "com
 
 
 def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **settings: Any) -> EncodedLayer:
-    case = MethodCase.parse(name, {**SMALL, **settings})
+    case = MethodChoice(name).plus({**SMALL, **settings})
     shape = {"layer_idx": 2, "context": context, "batch": batch, "device": CPU, "dtype": torch.float32}
     return encoded_layer(case, SPEC, shape_rope("tiny", CPU), **shape, seed=seed)
 
@@ -98,7 +99,7 @@ def test_pre_rope_codes_are_rotated_by_their_positions() -> None:
 
 def test_only_what_a_fit_would_fill_is_randomized() -> None:
     for name in ("qjl", "commvq-1"):
-        codec = MethodCase.parse(name, SMALL).build(SPEC, 2)
+        codec = unfitted_codec(MethodChoice(name).plus(SMALL), SPEC, 2)
         before = {key: buffer.clone() for key, buffer in codec.named_buffers()}
         randomize_(codec, torch.Generator().manual_seed(0))
         for key, buffer in codec.named_buffers():

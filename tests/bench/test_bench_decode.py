@@ -14,12 +14,12 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench import fixed_length
 from kvcli.bench import model as bench_model
 from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step, with_fixed_length
-from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
 from kvcli.bench.model_bench import ModelBench, memory_figures, time_figures, with_ceiling, with_ratios
 from kvcli.bench.suite import Row
@@ -52,7 +52,7 @@ def test_what_is_timed_are_the_tokens_of_generate(model: Any, name: str, mode: A
     ("name", "expected"), [("kivi-2", 8), ("squat-2", 8), ("fp8", 2), ("qjl", 2), ("commvq-1", 2), ("squat-pre-2", 8)]
 )
 def test_rounds_are_the_longer_interval(name: str, expected: int) -> None:
-    assert bench_model.round_tokens(MethodCase.parse(name, SMALL)) == expected
+    assert bench_model.round_tokens(MethodChoice(name).plus(SMALL)) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any)
 def test_rows_on_a_gpu(mode: Any) -> None:
     model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
     settings = {"group_size": 32, "residual_length": 32}
-    cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
+    cases = [MethodChoice(name).plus(settings) for name in ("fp16", "kivi-2", "commvq-1")]
     bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, fill_middle=True, mode=mode)
     rows = records(bench.generate([1024], [2], new_tokens=129, repeats=2))
     assert [(row.status, row.note) for row in rows] == [("ok", None)] * 3

@@ -17,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvcli.attention.reference import partial_attention
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthCache, FixedLengthLayer, without_mask
-from kvcli.bench.layer import MethodCase, uncompressed_layer
+from kvcli.artifact.choice import MethodChoice
+from kvcli.bench.layer import uncompressed_layer
 from kvcli.bench.model import random_model
 from kvcli.errors import UsageError
 from kvcli.models.shapes import shape_spec
@@ -99,7 +100,7 @@ def test_ratios_are_to_the_fastest_row_of_16_bits() -> None:
 
 def bench_of(model: Any, name: Any, backend: str | None = None) -> LibraryBench:
     """Measures fp16 and a library."""
-    cases = [MethodCase.parse("fp16", SMALL)]
+    cases = [MethodChoice("fp16").plus(SMALL)]
     return LibraryBench(model, cases, impl="auto", seed=0, backend=backend, libraries=load_baselines([name]))
 
 

@@ -13,8 +13,9 @@ from benched import CPU, bench_of, passes_of, prompt, records, session_of
 from families import make
 from transformers import DynamicCache
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.bench import model_bench
-from kvcli.bench.layer import Agreement, KernelCheck, MethodCase
+from kvcli.bench.layer import Agreement, KernelCheck
 from kvcli.bench.model import ModelRun, cache_sizes, fill, prefill_logits, random_model, run_model
 
 
@@ -144,8 +145,8 @@ def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
 def test_a_method_with_wrong_kernels_is_not_run(model: Any, limited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
 
-    def wrong(self: Any, case: MethodCase, context: int, batch: int) -> Agreement | None:
-        checked.append(case.name)
+    def wrong(self: Any, case: MethodChoice, context: int, batch: int) -> Agreement | None:
+        checked.append(case.label)
         return None if case.is_baseline else Agreement(0.5, 0.0, 5e-3)
 
     monkeypatch.setattr(KernelCheck, "_compare", wrong)
@@ -166,7 +167,7 @@ def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tup
 def test_kernels_are_checked_on_a_context_that_has_codes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[tuple[int, int]] = []
     monkeypatch.setattr(KernelCheck, "_compare", lambda self, case, *shape: checked.append(shape))
-    check, case = KernelCheck(model, [], "auto", 0), MethodCase.parse("kivi-2", {})
+    check, case = KernelCheck(model, [], "auto", 0), MethodChoice("kivi-2")
     for context in (20, 300, 20):
         check.agreement(case, context, 2)
     assert checked == [(256, 2), (300, 2)]

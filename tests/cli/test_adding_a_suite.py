@@ -55,8 +55,8 @@ def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.Monkey
         return row
 
     def prepare(options: BenchOptions, reporter: Any) -> BenchRows:
-        cases = options.method_cases()
-        rows = (run_row(measure, Row(case.name, context, 1, "sdpa")) for case in cases for context in (1, 2))
+        cases = options.choices()
+        rows = (run_row(measure, Row(case.label, context, 1, "sdpa")) for case in cases for context in (1, 2))
         return BenchRows(rows, 2 * len(cases))
 
     def table(records: Any, options: Any) -> DataTable:

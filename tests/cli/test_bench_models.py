@@ -65,7 +65,7 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
     def rows(self: ModelBench, contexts: list[int], batches: Any, *, longest: bool) -> Any:
         assert (self.memory_budget, self.prefill_chunk, self.fill_middle) == (40 * 2**30, 4096, True)
         assert (contexts, batches, longest) == ([32768], None, True)
-        assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
+        assert [case.label for case in self.cases] == ["fp16", "commvq-1"]
         sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34}
         shared: Any = {"new_tokens": 2, "weights_bytes": 2**20}
         figures = {"question": "largest batch", "cache_ratio": 1.0, **sizes, **shared}

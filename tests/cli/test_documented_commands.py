@@ -20,7 +20,7 @@ from kvcli.cli import command
 from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
 from kvcli.commands.options import parse_settings
-from kvcli.commands.suite import check_methods
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.models import load as models
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
@@ -86,7 +86,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
         options = resolve(told.options, flags, config, told.arguments, told.settings)
         methods = getattr(options, "method", None) or []
         names = [methods] if isinstance(methods, str) else methods
-        check_methods([(name, {}) for name in names], parse_settings(getattr(options, "setting", [])) if names else {})
+        choose(map(MethodChoice, names), parse_settings(getattr(options, "setting", [])) if names else {})
 
     monkeypatch.setattr(command, "_run", check)
     recipe = Recipe(model="MODEL", fingerprint="", method="kivi-4")

@@ -18,18 +18,22 @@ def elsewhere(tiny: Any, artifact: Path) -> Path:
     return artifact.rename(artifact.parents[2] / "elsewhere")
 
 
+def chosen(options: EvalOptions) -> list[tuple[str, Path | None]]:
+    return [(case.choice.method, case.choice.folder) for case in choose_cases(options)]
+
+
 def test_a_fitted_method_takes_the_artifact_given_for_it_if_it_has_its_bits(elsewhere: Path) -> None:
     for name in ("commvq", "commvq-2"):
         options = EvalOptions(method=["kivi-2", name], artifact=[elsewhere])
-        assert choose_cases(options) == [("kivi-2", None), ("commvq", elsewhere)]
+        assert chosen(options) == [("kivi-2", None), ("commvq", elsewhere)]
     with pytest.raises(ArtifactError, match="no commvq-1 artifact"):
         choose_cases(EvalOptions(method=["commvq-1"], artifact=[elsewhere]))
 
 
 def test_by_default_fitted_methods_are_measured_if_they_have_an_artifact(tiny: Any, artifact: Path) -> None:
-    assert choose_cases(EvalOptions()) == [("fp16", None), ("commvq", artifact.relative_to(Path.cwd()))]
+    assert chosen(EvalOptions()) == [("fp16", None), ("commvq", artifact.relative_to(Path.cwd()))]
     artifact.rename(artifact.parents[2] / "elsewhere")
-    assert choose_cases(EvalOptions()) == [("fp16", None)]
+    assert chosen(EvalOptions()) == [("fp16", None)]
 
 
 def test_a_method_with_bits_and_its_artifact_give_one_row(elsewhere: Path) -> None:

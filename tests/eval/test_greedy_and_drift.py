@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.chunks import Chunks
 from kvcli.attention.session import Session
 from kvcli.cli.output import Output
@@ -69,8 +70,8 @@ def test_the_fp16_cache_never_drifts(loaded: LoadedModel, monkeypatch: pytest.Mo
     prompts = torch.randint(3, 259, (4, 60), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(drift.DriftOptions, "sequences", lambda *_: prompts)
     cases = [
-        Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}),
-        Case("kivi-1", "kivi-1", None, {"residual_length": 8, "group_size": 8}),
+        Case("fp16", MethodChoice("fp16", {"residual_length": 4, "flush_block": 1})),
+        Case("kivi-1", MethodChoice("kivi-1", {"residual_length": 8, "group_size": 8})),
     ]
     prepared = drift.prepare(drift.DriftOptions(max_new_tokens=16), loaded, cases, Output(quiet=True))
     exact, coarse = prepared.rows

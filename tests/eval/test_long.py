@@ -8,14 +8,15 @@ import pytest
 import torch
 from console import refused
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.cli.output import Output
 from kvcli.eval import long
 from kvcli.eval.suite import Case
 from kvcli.models.load import LoadedModel
 
 PROMPTS = torch.randint(3, 259, (3, 8), generator=torch.Generator().manual_seed(0))
-FP16 = Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1})
-KIVI = Case("kivi-1", "kivi-1", None, {"residual_length": 8, "group_size": 8})
+FP16 = Case("fp16", MethodChoice("fp16", {"residual_length": 4, "flush_block": 1}))
+KIVI = Case("kivi-1", MethodChoice("kivi-1", {"residual_length": 8, "group_size": 8}))
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.cli.app import app
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
@@ -42,8 +43,8 @@ GENERATE = (
     'generation_kwargs:\n  until: ["\\n"]\n  max_gen_toks: 6\n'
     "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
 )
-KIVI = Case("kivi-1", "kivi-1", None, {"group_size": 8, "residual_length": 8})
-EXACT = Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1})
+KIVI = Case("kivi-1", MethodChoice("kivi-1", {"group_size": 8, "residual_length": 8}))
+EXACT = Case("fp16", MethodChoice("fp16", {"residual_length": 4, "flush_block": 1}))
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.kernels import launch as launches_of_kvcli
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -135,7 +136,7 @@ def record(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvcli.attention import backend, chunk_kernels, decoded, session
-    from kvcli.bench.layer import MethodCase, encoded_layer
+    from kvcli.bench.layer import encoded_layer
     from kvcli.bench.model import open_session
     from kvcli.cache.ranges import Ranges
     from kvcli.seam.probe import probe
@@ -159,12 +160,12 @@ def record(
     notes = {}
     with recorded(capability) as found:
         for recording in methods:
-            with open_session(model, MethodCase.parse(recording, {}), "auto", 0) as attached:
+            with open_session(model, MethodChoice(recording), "auto", 0) as attached:
                 if attached.backend.note is not None:
                     notes[recording] = attached.backend.note
                 if page_size:
                     seam, where = probe(model), {"device": torch.device("cpu"), "dtype": dtype, "seed": 0}
-                    case, shape = MethodCase.parse(recording, {}), {"layer_idx": 0, "context": 512, "batch": 2}
+                    case, shape = MethodChoice(recording), {"layer_idx": 0, "context": 512, "batch": 2}
                     layer = encoded_layer(case, seam.spec, seam.rope, **shape, **where).in_pages(page_size)
                     layer.attend(attached.backend.attend_codes, layer.encoded_tokens())
                     launch_exact(page_size, seam.spec, dtype)

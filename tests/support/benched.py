@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.bench.generate import SUITE
-from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import attached, random_prompt
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.suite import Row
@@ -25,12 +25,12 @@ def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
 
 def session_of(model: Any, name: str, impl: str = "auto", seed: int = 0, **settings: int) -> Any:
     """The session of a method with random codebooks, inside a block; None for fp16."""
-    return attached(model, MethodCase.parse(name, {**SMALL, **settings}), impl, seed)
+    return attached(model, MethodChoice(name).plus({**SMALL, **settings}), impl, seed)
 
 
 def bench_of(model: Any, *names: str, **options: Any) -> ModelBench:
     """Measures fp16 and some methods."""
-    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
+    cases = [MethodChoice(name).plus(SMALL) for name in ("fp16", *names)]
     return ModelBench(model, cases, impl="auto", seed=0, **options)
 
 
