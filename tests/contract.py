@@ -239,7 +239,7 @@ class CacheContract:
 
 def asked_for(method: Method) -> str:
     """The method as on the command line, with 2 bits, or else its least, where it can be asked for bits."""
-    if method.for_bits is None:
+    if not method.config_cls.bit_settings():
         return method.name
     choices = [int(bits) for bits in re.findall(r"\d+", method.bits)]
     return f"{method.name}-{2 if 2 in choices else min(choices)}"

@@ -85,14 +85,8 @@ class Artifact:
         except ValidationError as error:
             raise ConfigError(explain(error, config_cls.model_fields)) from error
 
-    def check_model(self, spec: ModelSpec, fingerprint: str, method: str) -> None:
-        """Checks that the artifact is for a model of these shapes and this fingerprint, and for this method.
-
-        Raises:
-            ArtifactError: it is not; the message names what differs.
-        """
-        if method != self.method:
-            raise ArtifactError(f"the artifact is for method '{self.method}', not '{method}'")
+    def check_model(self, spec: ModelSpec, fingerprint: str) -> None:
+        """Raises ArtifactError if it is not of a model of these shapes and this fingerprint; it names what differs."""
         if spec != self.spec:
             ours, theirs = spec.to_dict(), self.spec.to_dict()
             differing = ", ".join(

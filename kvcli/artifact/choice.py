@@ -163,7 +163,7 @@ class MethodChoice:
         if self.recipe is not None and fingerprint is not None:
             self.recipe.check_model(fingerprint)
         if self.fitted is not None:
-            self.fitted.check_model(spec, fingerprint or self.fitted.metadata["fingerprint"], self.name)
+            self.fitted.check_model(spec, fingerprint or self.fitted.metadata["fingerprint"])
 
     def codecs(
         self,

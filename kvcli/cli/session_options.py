@@ -13,7 +13,7 @@ from kvcli.artifact.recipe import Recipe
 from kvcli.cli.fitting import check_fit, fit_time, fitted
 from kvcli.cli.output import Output
 from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
-from kvcli.commands.paths import artifact_method, default_artifact, model_folder, newest_artifact
+from kvcli.commands.paths import default_artifact, model_folder, newest_artifact
 from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, suggestion
 from kvcli.methods.config import CacheConfig
@@ -92,8 +92,6 @@ class SessionOptions(ModelOptions):
             check_fit(self.method, self.artifact)
         if context is None or self.names_method:
             self.choice().check(fit=self.fit)
-        elif self.artifact is not None:
-            artifact_method(self.artifact)
 
     @property
     def names_method(self) -> bool:

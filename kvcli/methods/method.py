@@ -106,9 +106,3 @@ class Method:
     def needs_artifact(self) -> bool:
         """Whether nothing works without fitting."""
         return self.config_cls.needs_artifact
-
-    @property
-    def for_bits(self) -> Callable[[float], dict[str, Any]] | None:
-        """Settings for a number of bits, as in `kivi-2`; None for a method that takes none."""
-        names = self.config_cls.bit_settings()
-        return (lambda bits: dict.fromkeys(names, bits)) if names else None

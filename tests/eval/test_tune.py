@@ -15,6 +15,7 @@ from console import invoke, refused, result
 from factories import load, make_model, record
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cli.tune import TuneOptions
@@ -67,18 +68,18 @@ def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
 ) -> None:
     """By its bytes at the asked loss, or its loss at the asked bytes."""
     searched: list[str] = []
-    monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, judge: searched.append(base.method) or [])
+    monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, judge: searched.append(base.choice.method) or [])
 
     def trial(case: Case) -> Any:
-        bits = case.settings["k_bits"]
+        bits = case.choice.settings["k_bits"]
         memory = SimpleNamespace(cache_bytes=50 * bits)
         return SimpleNamespace(
-            case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.method] / bits, memory=memory
+            case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.choice.method] / bits, memory=memory
         )
 
     judge: Any = SimpleNamespace(goal=goal, loaded=SimpleNamespace(spec=SimpleNamespace(num_layers=2)), trial=trial)
     for methods in (("kivi", "rtn", "squat"), ("rtn", "squat", "kivi"), ("squat", "kivi", "rtn")):
-        tune([Case("", method) for method in methods], [], judge)
+        tune([Case("", MethodChoice(method)) for method in methods], [], judge)
     assert searched == ["rtn"] * 3
 
 

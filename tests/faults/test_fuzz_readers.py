@@ -39,7 +39,7 @@ def read_parts(folder: Path) -> None:
 
 def read_artifact(folder: Path) -> None:
     artifact = Artifact.load(folder / "artifact")
-    artifact.check_model(artifact.spec, (folder / "fingerprint").read_text(), "squat")
+    artifact.check_model(artifact.spec, (folder / "fingerprint").read_text())
 
 
 def build_artifact(folder: Path) -> None:
