@@ -14,10 +14,10 @@ from laboratory import run_research
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.reference import partial_attention
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthCache, FixedLengthLayer, without_mask
-from kvcli.artifact.choice import MethodChoice
 from kvcli.bench.layer import uncompressed_layer
 from kvcli.bench.model import random_model
 from kvcli.errors import UsageError

@@ -15,12 +15,12 @@ from laboratory import research
 from typer.main import get_command
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli import command
 from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
 from kvcli.commands.options import parse_settings
-from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.models import load as models
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
