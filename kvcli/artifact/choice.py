@@ -74,14 +74,14 @@ class MethodChoice:
         return parse_name(self.method)[0]
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether it compresses nothing."""
-        return self.name == BASELINE
-
-    @property
     def label(self) -> str:
         """The method with its bits, as records name it."""
         return method_name(self.name, dict(self.config))
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it compresses nothing."""
+        return self.name == BASELINE
 
     @property
     def folder(self) -> Path | None:
@@ -174,10 +174,9 @@ class MethodChoice:
         """The settings, and the codecs of all layers of a model, on the CPU.
 
         Args:
-            spec: of the model.
-            attention: how it attends, called where the constant part of keys depends on that; None: it has none.
-            fingerprint: of the model, called where there is an artifact or a recipe; None: its weights are not there,
-                and only its shapes are compared.
+            attention: called for how the model attends, where the constant part of keys depends on that.
+            fingerprint: called for the model's, where there is an artifact or a recipe; None: its weights are not
+                there, and only its shapes are compared.
 
         Raises:
             UsageError, ConfigError, ArtifactError: as `check`, or an artifact or a recipe of another model.
@@ -193,10 +192,9 @@ class MethodChoice:
 
 
 def choose(choices: Iterable[MethodChoice], common: Mapping[str, Any]) -> list[MethodChoice]:
-    """Choices, each with those of the common settings that are its own, checked without torch and without artifacts.
+    """Choices with those of the common settings that their methods have, checked as by `check(fit=True)`.
 
-    UsageError: no such method; ConfigError: a setting that no method has, or a value out of range; ArtifactError: one
-    of another method.
+    ConfigError: a setting that no method has; others as of `check`.
     """
     found, unknown = [choice.plus(common) for choice in choices], set(common)
     for choice in found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -288,29 +288,24 @@ def choose_cases(options: EvalOptions) -> list[Case]:
     KvcliError: a method, a setting, an artifact or a recipe that cannot be used.
     """
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-    chosen = list[MethodChoice]()
-    for text in options.method or [BASELINE]:
+    fitted = [] if options.artifact or options.recipe else [x for x in METHODS if get_config(x).needs_artifact]
+    chosen, cases = list[MethodChoice](), list[Case]()
+    for text in options.method or [BASELINE, *fitted]:
         name, from_bits = parse_name(text)
         if not get_config(name).needs_artifact:
             chosen.append(MethodChoice(text, window))
         elif not any(is_artifact_of(folder, name, from_bits) for folder in options.artifact):
-            chosen.append(MethodChoice(text, window, newest_artifact(options.model, text)))
-    if not options.method and not options.artifact and not options.recipe:
-        for name in METHODS:
-            if get_config(name).needs_artifact:
-                with suppress(ArtifactError):
-                    chosen.append(MethodChoice(name, window, newest_artifact(options.model, name)))
+            with nullcontext() if options.method else suppress(ArtifactError):
+                chosen.append(MethodChoice(text, window, newest_artifact(options.model, text)))
     chosen += [MethodChoice.of(artifact=folder, settings=window) for folder in options.artifact]
-    chosen, recipes = choose(chosen, parse_settings(options.setting)), options.recipe
-    cases = [Case(path.stem, MethodChoice.of(recipe=path), options.impl) for path in recipes]
+    chosen = choose(chosen, parse_settings(options.setting))
     from kvcli.methods.method import sliding_window  # imports torch
 
-    def of_protocol(choice: MethodChoice) -> MethodChoice:
-        """Tokens leave the window one by one where the method has no schedule of its own."""
+    for choice in chosen:  # tokens leave the window one by one where the method has no schedule of its own
         one_by_one = {"flush_block": 1} if choice.record.schedules is sliding_window else {}
-        return replace(choice, settings={**one_by_one, **choice.settings})
-
-    named = [Case(x.method if x.folder is None else x.folder.name, of_protocol(x), options.impl) for x in chosen]
-    for case in (*named, *cases):
+        label = choice.method if choice.folder is None else choice.folder.name
+        cases.append(Case(label, replace(choice, settings={**one_by_one, **choice.settings}), options.impl))
+    cases += [Case(path.stem, MethodChoice.of(recipe=path), options.impl) for path in options.recipe]
+    for case in cases:
         _ = case.choice.fitted
-    return [*named, *cases]
+    return cases
