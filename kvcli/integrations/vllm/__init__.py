@@ -34,7 +34,7 @@ def register() -> None:
         else:
             module, _ = "backend", AttentionBackend.customize_spec
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"codes in pages need vLLM 0.26, 0.32 or 0.33, which lay them out: {error}") from error
+        raise UsageError(f"codes in pages need vLLM 0.26 or 0.31 to 0.33, which lay them out: {error}") from error
     own = {"CPU_ATTN", "CPU_MLA", "AMX_MLA"} if current_platform.is_cpu() else {"CUSTOM"}
     for name in own & set(AttentionBackendEnum.__members__):
         register_backend(AttentionBackendEnum[name], f"kvcli.integrations.vllm.{module}.CodesBackend")

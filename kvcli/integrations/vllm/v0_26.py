@@ -32,7 +32,7 @@ class CodesBackend(backend.CodesBackend):
 
 
 class CodesAttention(backend.CodesAttention):
-    """Attention of a layer, whose spec goes through its backend as vLLM does it from 0.32 on."""
+    """Attention of a layer, whose spec goes through its backend as vLLM does it from 0.31 on."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
