@@ -14,7 +14,7 @@ pipe = pipeline("text-generation", model=loaded.model, tokenizer=loaded.tokenize
 with kvcli.attach(loaded, "kivi-4", residual_length=32) as session:
     cache = session.new_cache()
     options = {"max_new_tokens": 64, "do_sample": False, "return_full_text": False}
-    answers = pipe(prompts, batch_size=len(prompts), past_key_values=cache, **options)
+    answers = pipe(prompts, batch_size=len(prompts), cache=cache, **options)
 for prompt, (answer,) in zip(prompts, answers, strict=True):
     print(f"{prompt} ... {' '.join(answer['generated_text'].split())}")
 memory = cache.memory()

@@ -44,6 +44,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
     from kvcli.bench.model import open_session, random_prompt
     from kvcli.bench.timing import synchronized_time
     from kvcli.seam.decoder import backbone
+    from kvcli.seam.versions import with_cache
 
     loaded, shared = options.load_model(options.random_weights, reporter)
     model: Any = loaded.model
@@ -52,7 +53,7 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
     ids = random_prompt(model, options.batch_size, total, options.seed)
 
     def read(cache: Any, part: Tensor) -> None:
-        backbone(model)(input_ids=part, past_key_values=cache, use_cache=True)
+        backbone(model)(input_ids=part, **with_cache(cache))
 
     def median_ms(cache: Any, read_chunk: Callable[[Tensor], object]) -> float:
         read(cache, ids[:, : options.prompt_tokens])

@@ -22,6 +22,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.samples import LayerSamples
 from kvcli.rope import Rotation
+from kvcli.seam.versions import with_cache
 
 
 class CodecContract:
@@ -182,10 +183,10 @@ class CacheContract:
     def test_decode_time_tokens_become_codes(self, tiny_model: Any, prompt: Any, method: Method, attach: Any) -> None:
         with attach() as session, torch.no_grad():
             cache = session.new_cache()
-            tiny_model(**prompt(1), past_key_values=cache)
+            tiny_model(**prompt(1), **with_cache(cache))
             assert cache.memory().num_encoded == 0
             for _ in range(30):
-                tiny_model(torch.tensor([[5]]), past_key_values=cache)
+                tiny_model(torch.tensor([[5]]), **with_cache(cache))
             assert cache.memory().num_encoded >= 16
             assert cache.memory().window_bytes < cache.memory().fp16_bytes
 
@@ -193,7 +194,7 @@ class CacheContract:
         tiny_model.bfloat16()  # fp16 keeps the model's dtype
         with attach() as session, torch.no_grad():
             cache = session.new_cache()
-            tiny_model(**prompt(50), past_key_values=cache)
+            tiny_model(**prompt(50), **with_cache(cache))
             memory = cache.memory()
             keys = [codec.key.bits_per_token() for codec in session.codecs]
             values = [codec.value.bits_per_token() for codec in session.codecs]
@@ -205,13 +206,13 @@ class CacheContract:
         inputs = prompt(30, 4)
         with attach() as session, torch.no_grad():
             cache = session.new_cache()
-            out = tiny_model.generate(**inputs, past_key_values=cache, max_new_tokens=20, **settings)
+            out = tiny_model.generate(**inputs, **with_cache(cache), max_new_tokens=20, **settings)
             assert out.shape[1] == 50
             if "num_beams" in settings:
                 return
             mask = torch.cat((inputs["attention_mask"], torch.ones(2, 26, dtype=torch.long)), dim=1)
             more = torch.cat((out, torch.full((2, 6), 7)), dim=1)
-            again = tiny_model.generate(input_ids=more, attention_mask=mask, past_key_values=cache, max_new_tokens=5)
+            again = tiny_model.generate(input_ids=more, attention_mask=mask, **with_cache(cache), max_new_tokens=5)
             assert again.shape[1] == 61
 
     def test_chunked_prefill_is_close_to_one_prefill(self, tiny_model: Any, prompt: Any, attach: Any) -> None:
@@ -254,7 +255,7 @@ def logits(model: Any, session: Any, pieces: list[dict[str, torch.Tensor]]) -> t
             if "attention_mask" in piece:  # as `generate` does it: padding takes no positions
                 positions = (piece["attention_mask"].cumsum(-1) - 1).clamp_min(0)
                 extra["position_ids"] = positions[:, -piece["input_ids"].shape[1] :]
-            out = model(**piece, **extra, past_key_values=cache).logits[:, -1]
+            out = model(**piece, **extra, **with_cache(cache)).logits[:, -1]
     return out
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.errors import CacheError
+from kvcli.seam.versions import with_cache
 
 MODEL = make_model("llama", num_hidden_layers=2)
 
@@ -51,7 +52,7 @@ def outputs(cache: Any, prompt: tuple[int, int, int], steps: list[tuple[str, int
             ids = torch.randint(3, 97, (batch, number), generator=generator)
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -number:]
             with torch.no_grad():
-                logits = MODEL(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+                logits = MODEL(ids, attention_mask=mask, position_ids=position, **with_cache(cache)).logits
             actual.append(logits[:, -1])
     return actual
 
@@ -112,7 +113,7 @@ def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, *
             mask = torch.cat((mask, new.long()), dim=1)
             ids = torch.randint(3, 97, new.shape, generator=generator)
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
-            output = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache)
+            output = model(ids, attention_mask=mask, position_ids=position, **with_cache(cache))
             actual.append(output.logits[:, -1])
     return actual
 
@@ -137,7 +138,7 @@ def test_rotations_follow_a_row_that_catches_up() -> None:
     with kvcli.attach(MODEL, "squat-pre", impl="reference", residual_length=32) as session, torch.no_grad():
         cache = session.new_cache()
         for ids, actual in zip(chunks, together, strict=True):
-            assert torch.allclose(actual[1], MODEL(ids, past_key_values=cache).logits[0, -1], atol=1e-4)
+            assert torch.allclose(actual[1], MODEL(ids, **with_cache(cache)).logits[0, -1], atol=1e-4)
 
 
 def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) ->
     ids, attend = torch.randint(3, 97, (1, 30)), session_module.attend_layer
     with kvcli.attach(MODEL, "fp16", residual_length=8) as session, torch.no_grad():
         cache = session.new_cache()
-        MODEL(ids, past_key_values=cache)
+        MODEL(ids, **with_cache(cache))
 
         def fails_in_the_last_layer(call: Any, backend: Any) -> torch.Tensor:
             if call.key.layer is cache.layers[-1]:
@@ -156,10 +157,10 @@ def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(session_module, "attend_layer", fails_in_the_last_layer)
         with pytest.raises(RuntimeError, match="out of memory"):
-            MODEL(ids[:, :1], past_key_values=cache)
+            MODEL(ids[:, :1], **with_cache(cache))
         monkeypatch.undo()
-        for use in (lambda: MODEL(ids[:, :1], past_key_values=cache), lambda: cache.crop(-1)):
+        for use in (lambda: MODEL(ids[:, :1], **with_cache(cache)), lambda: cache.crop(-1)):
             with pytest.raises(CacheError, match="did not reach the last layer"):
                 use()
         cache.reset()
-        assert MODEL(ids, past_key_values=cache).logits.isfinite().all()
+        assert MODEL(ids, **with_cache(cache)).logits.isfinite().all()

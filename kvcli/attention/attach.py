@@ -56,7 +56,7 @@ def attach(
     Example:
         >>> with kvcli.attach(model, "kivi-2", residual_length=128) as session:
         ...     cache = session.new_cache()
-        ...     model.generate(**inputs, past_key_values=cache)
+        ...     model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
     """
     loaded = model if isinstance(model, LoadedModel) else None
     module: Any = model.model if isinstance(model, LoadedModel) else model

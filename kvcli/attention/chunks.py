@@ -12,6 +12,7 @@ from kvcli.attention.generation import Mode
 from kvcli.attention.steps import Steps, all_have_codes
 from kvcli.cache.compressed import CompressedCache
 from kvcli.seam.decoder import backbone
+from kvcli.seam.versions import with_cache
 
 _LEAST_PASSES = 4
 """Passes for which capturing a graph pays."""
@@ -58,7 +59,7 @@ class Chunks:
         return states
 
     def _run(self, ids: Tensor, **inputs: Tensor) -> Tensor:
-        states: Tensor = backbone(self.model)(ids, past_key_values=self.cache, use_cache=True, **inputs)[0]
+        states: Tensor = backbone(self.model)(ids, **inputs, **with_cache(self.cache))[0]
         return states
 
     def _step(self, ids: Tensor) -> Tensor:

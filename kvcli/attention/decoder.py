@@ -20,6 +20,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.counts import TokenCounts
 from kvcli.cache.step import DeviceCounts
 from kvcli.errors import UsageError
+from kvcli.seam.versions import with_cache
 
 _POLL_STEPS = 8
 """Steps between looks at what was chosen."""
@@ -189,7 +190,7 @@ class Decoder:
 
     def _logits(self, **positions: Any) -> Tensor:
         """Logits [batch, vocab_size] after the token that was chosen last."""
-        output = self.model(input_ids=self._token, past_key_values=self.cache, use_cache=True, **positions)
+        output = self.model(input_ids=self._token, **positions, **with_cache(self.cache))
         logits: Tensor = output.logits[:, -1]
         return logits
 

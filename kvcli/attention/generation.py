@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError, suggestion
 from kvcli.progress import Advance
+from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
 
 Mode = Literal["passes", "steps", "graphs"]
 """How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
@@ -57,7 +58,7 @@ def sampling_of(sampling: SamplingConfig | None, keywords: Mapping[str, Any]) ->
     """
     known = SamplingKeywords.__annotations__
     for name in sorted(keywords.keys() - known):
-        hint = suggestion(name, known) or "; the model's own generate may, with past_key_values=session.new_cache()"
+        hint = suggestion(name, known) or f"; the model's own generate may, with {CACHE_ARGUMENT}=session.new_cache()"
         raise UsageError(f"session.generate does not take '{name}'{hint}")
     values = {name: x for name, x in keywords.items() if x is not None}
     if sampling is not None and values:
@@ -166,9 +167,8 @@ def prefill(
             input_ids=ids[:, start:stop],
             attention_mask=None if mask is None else mask[:, :stop],
             position_ids=None if positions is None else positions[:, start:stop],
-            past_key_values=cache,
-            use_cache=True,
             logits_to_keep=1,
+            **with_cache(cache),
         ).logits
         advance(stop - start)
     return logits[:, -1]

@@ -43,6 +43,7 @@ from kvcli.registry import BASELINE, get_method
 from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
+from kvcli.seam.versions import CACHE_ARGUMENT, cache_of, with_cache
 from kvcli.spec import ModelSpec
 
 
@@ -109,7 +110,7 @@ class Session:
         ]
 
     def new_cache(self) -> CompressedCache:
-        """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
+        """An empty cache, for one call of `generate` or the passes over one batch."""
         return CompressedCache(
             self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
         )
@@ -183,6 +184,7 @@ class Session:
         attention_mask: Tensor | None = None,
         *,
         sampling: SamplingConfig | None = None,
+        cache: CompressedCache | None = None,
         past_key_values: CompressedCache | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
@@ -202,7 +204,8 @@ class Session:
             input_ids: int64 [batch, time].
             attention_mask: int64 [batch, time], 0 at padding, which stands on the left; None: no padding.
             sampling: how tokens are chosen, and how many at most; default: greedily, 64.
-            past_key_values: a cache that holds the first of `input_ids`; default: a new one.
+            cache: holds the first of `input_ids`; default: a new one.
+            past_key_values: the name of `cache` before transformers 5.24.
             eos_token_id: tokens that end a row; default: those of the model's generation config.
             pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
             prefill_chunk: prompt tokens per forward pass; None: all of them.
@@ -216,8 +219,9 @@ class Session:
                 them, in place of `sampling`.
 
         Raises:
-            UsageError: other keywords, or some beside `sampling`; padding that is not on the left, a cache that holds
-                the whole prompt, no token to make, or `graphs` without a GPU, or `compile_layers` with `passes`.
+            UsageError: other keywords, some beside `sampling`, or a cache twice; padding that is not on the left, a
+                cache that holds the whole prompt, no token to make, or `graphs` without a GPU, or `compile_layers` with
+                `passes`.
             ModelError: logits that are not finite.
         """
         sampling = sampling_of(sampling, keywords)
@@ -229,7 +233,9 @@ class Session:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
         if mode == "passes" and compile_layers:
             raise UsageError("layers are compiled for decode steps: choose graphs or steps, not passes")
-        cache = self.new_cache() if past_key_values is None else past_key_values
+        if cache is not None and past_key_values is not None:
+            raise UsageError("past_key_values is the older name of cache; give one of the two")
+        cache = cache or past_key_values or self.new_cache()  # of as many layers as the model: never false
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk, on_prefill)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
@@ -251,7 +257,7 @@ class Session:
         try:
             decoder.run(logits, attention_mask, on_tokens)
         except LogitsNotFinite:
-            again = partial(backbone(self.model), input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
+            again = partial(backbone(self.model), input_ids=input_ids, **with_cache(self.new_cache()))
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.num_tokens]), dim=1)
         used: Mode = decoder.mode if decoder.stepped else "passes"
@@ -315,13 +321,13 @@ class Session:
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Raises CacheError where a forward pass would write pre-RoPE keys to a cache that is not this session's."""
-        cache = call.get("past_key_values")
+        cache = cache_of(call)
         if isinstance(cache, CompressedCache):
             cache.check_session(self._seam)
         elif cache is not None or call["use_cache"]:
             raise CacheError(
-                "while a model is attached, pass past_key_values=session.new_cache() to it, a new one to each call of "
-                "generate or of a pipeline, or use_cache=False"
+                f"while a model is attached, pass {CACHE_ARGUMENT}=session.new_cache() to it, a new one to each call "
+                "of generate or of a pipeline, or use_cache=False"
             )
 
     def _check_drafts(self, cache: Any) -> None:

@@ -24,6 +24,7 @@ from kvcli.bench.model import COMPILED, ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
 from kvcli.plan.budget import attempt
 from kvcli.seam.layer import untraced
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 FIXED_LENGTH = "graph of one length"
@@ -151,5 +152,5 @@ def without_mask(model: Any, forward: Any = sdpa_attention_forward) -> Iterator[
 
 def fixed_length_step(model: Any, cache: Cache, token: Tensor, positions: Tensor) -> None:
     """Overwrites `token` [batch, 1] by the most probable next one; `positions` [batch, 1] stay as they are."""
-    output = model(input_ids=token, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(input_ids=token, position_ids=positions, logits_to_keep=1, **with_cache(cache))
     token.copy_(output.logits.argmax(-1))

@@ -29,6 +29,7 @@ from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttentio
 from kvcli.models.shapes import shape_config
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 
 COMPILED = ", compiled"
 """Said of how tokens were generated where layers were compiled."""
@@ -166,7 +167,7 @@ def run_model(
         generated = session.generate(
             ids,
             sampling=SamplingConfig(new_tokens),
-            past_key_values=cache,
+            cache=cache,
             eos_token_id=[],
             prefill_chunk=length,
             on_prefill=lambda count: read.append(synchronized_time(device)),
@@ -193,7 +194,7 @@ def run_model(
 def prefill_logits(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
     """Reads tokens [batch, time] in chunks; returns the logits of the last one, [batch, 1, vocab_size]."""
     for part in ids.split(chunk_length(chunk, *ids.shape), dim=1):
-        logits: Tensor = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits: Tensor = model(input_ids=part, logits_to_keep=1, **with_cache(cache)).logits
     return logits
 
 

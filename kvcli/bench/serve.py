@@ -235,7 +235,7 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
         session.generate(
             ids.to(session.model.device),
             max_new_tokens=new_tokens,
-            past_key_values=prefix.cache,
+            cache=prefix.cache,
             eos_token_id=[],
             on_tokens=lambda tokens: times.append(time.perf_counter()),
         )

@@ -104,7 +104,7 @@ class MemoryReport:
 
 
 class CompressedCache(Cache):
-    """A drop-in `past_key_values` that stores codes.
+    """A drop-in cache of transformers that stores codes.
 
     Args:
         seam: the patch on the model that the cache is for.
@@ -171,6 +171,7 @@ class CompressedCache(Cache):
             for codec, layer in zip(self._codecs, self._seam.attention.layers, strict=True)
         ]
         self.layers: list[Any] = self.compressed
+        self._drafts = False
         if self.spec.other_layers:
             self.layers = DynamicCache(config=self._seam.model.config).layers
             for layer_idx, layer in enumerate(self.compressed):
@@ -230,11 +231,12 @@ class CompressedCache(Cache):
         """Called by transformers before it drafts tokens; raises CacheError where they could not be removed again."""
         self._check_only_full_attention("drafted tokens cannot be removed again")
         self.sequences.check_rollback()
+        self._drafts = True
 
     @property
     def is_croppable(self) -> bool:
-        """False: a rollback cannot bring back the full precision of what was encoded meanwhile."""
-        return False
+        """Whether tokens are drafted: else, no rollback, which cannot bring back the precision of what was encoded."""
+        return self._drafts
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens: a negative count of slots; a positive one is the length to keep, as before 5.18.

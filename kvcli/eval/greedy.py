@@ -25,6 +25,7 @@ from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models.load import LoadedModel, not_finite
 from kvcli.progress import Reporter
 from kvcli.seam.decoder import backbone, logits_of
+from kvcli.seam.versions import with_cache
 from kvcli.text.detokenizer import text_after
 from kvcli.text.prompts import Message, chat_text
 
@@ -50,7 +51,7 @@ def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -
     """
     tokens = torch.tensor([list(ids)], device=model.device)
     states = [
-        backbone(model)(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+        backbone(model)(input_ids=part, **with_cache(cache)).last_hidden_state
         for part in tokens.split(chunk or len(ids), dim=1)
     ]
     return torch.cat(states, dim=1)

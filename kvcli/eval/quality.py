@@ -26,6 +26,7 @@ from kvcli.errors import UsageError
 from kvcli.models.load import not_finite
 from kvcli.registry import BASELINE, method_name
 from kvcli.seam.decoder import backbone, logits_of
+from kvcli.seam.versions import with_cache
 
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
@@ -172,7 +173,7 @@ def measure(
                     targets = tokens[:, start + 1 : stop + 1]
                     for scores in state_scores(model, hidden, reference[:, start:stop], targets):
                         if not scores.kl.isfinite().all():
-                            again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
+                            again = partial(backbone(model), tokens[:, :stop], **with_cache(session.new_cache()))
                             raise not_finite(model, f"method '{session.method.name}'", again)
                         parts.append(scores)
                     advance(part.numel())
@@ -213,6 +214,6 @@ def stored_quality(session: Session, store: ContextStore, stored: StoredContext,
     ids = store.token_ids(stored).unsqueeze(0).to(model.device)
     reference = reference_states(model, ids)
     cache = session.load_cache(store.load(Match(stored, copied), model.device))
-    states = backbone(model)(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
+    states = backbone(model)(input_ids=ids[:, copied:], **with_cache(cache)).last_hidden_state
     scores = state_scores(model, states[:, -scored:], reference[:, -scored:], ids[:, -scored:][:, 1:])
     return QualityReport(joined([*scores], dim=1), cache.memory())

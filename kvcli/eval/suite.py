@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvcli.models.load import LoadedModel
 
 NewCache = Callable[[], Any]
-"""Makes an empty cache, to be passed to the model as `past_key_values`."""
+"""Makes an empty cache, to be passed to the model."""
 
 _MAX_DOCUMENTS = 1024
 """Documents that prompts are made from."""

@@ -27,6 +27,7 @@ from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.probe import probe
 from kvcli.seam.rotary import PreRopeRotary, passes_on
 from kvcli.seam.sdpa import own_attention
+from kvcli.seam.versions import cache_of
 
 _ATTRIBUTE = "kvcli_seam"
 
@@ -210,8 +211,8 @@ class Seam:
             raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
         if call.get("use_cache") is None:
             call["use_cache"] = config.use_cache
-        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
-            call["use_cache"] = False  # as transformers does
+        if decoder.training and getattr(decoder, "gradient_checkpointing", False) and torch.is_grad_enabled():
+            call["use_cache"] = False  # as transformers does, before 5.24 also without gradients
         if self.current.is_running:  # hooks are not called after a KeyboardInterrupt
             self._after_pass(decoder, args, None)
         self.check_call(call)
@@ -234,7 +235,7 @@ class Seam:
         make = self._generator._get_candidate_generator
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self.check_drafts((kwargs.get("model_kwargs") or {}).get("past_key_values"))
+            self.check_drafts(cache_of(kwargs.get("model_kwargs") or {}))
             return make(*args, **kwargs)
 
         self._generator._get_candidate_generator = checked

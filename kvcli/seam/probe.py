@@ -27,6 +27,7 @@ from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
 from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
 from kvcli.seam.trial import Trial
+from kvcli.seam.versions import newer_than_tried, with_cache
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
 _NAME = "kvcli_probe"
@@ -79,7 +80,8 @@ def probe(model: nn.Module) -> ModelAttention:
         attention = probing.run()
     except NotUnderstood as error:
         kind = text_config.model_type
-        raise UnsupportedModelError(f"model type '{kind}' cannot be compressed: {error}") from error
+        why = "; ".join(filter(None, (str(error), newer_than_tried())))
+        raise UnsupportedModelError(f"model type '{kind}' cannot be compressed: {why}") from error
     if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
         _known[model] = attention
     return attention
@@ -169,7 +171,7 @@ class _Probe:
                 # some models count from 0 in every pass where positions are not given
                 positions = torch.tensor([part], device=tokens.device)
                 arguments = {"position_ids": positions} if takes_positions else {}
-                self._run(tokens[:, positions[0]], past_key_values=self.own_cache, use_cache=True, **arguments)
+                self._run(tokens[:, positions[0]], **arguments, **with_cache(self.own_cache))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -211,7 +213,7 @@ class _Probe:
         except (ValueError, AttributeError) as error:
             raise NotUnderstood(one_line(error)) from error
         rope = next(iter(ropes.values()), None) or NoRope(spec.rope.rotary_dim, _device(self.model))
-        notes = []
+        notes = [note] if (note := newer_than_tried()) else []
         if self.config.model_type not in FULL + HYBRID:
             notes.append(
                 f"model type '{self.config.model_type}' is not among the families that kvcli is tested with; on a few "

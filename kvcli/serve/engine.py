@@ -199,7 +199,7 @@ class Engine:
         if alone:
             return job, prefix, ids, None
         one = replace(job.sampling, max_new_tokens=1)
-        ids = self._session.generate(ids, sampling=one, past_key_values=prefix.cache).sequences
+        ids = self._session.generate(ids, sampling=one, cache=prefix.cache).sequences
         snapshot = prefix.cache.snapshot(ids.device)
         self._keep(job, prefix)  # the next one may begin alike
         return job, prefix, ids, snapshot
@@ -249,7 +249,7 @@ class Engine:
             if not alone:
                 on_tokens(ids[:, -1:])
             sampling = replace(jobs[0].sampling, max_new_tokens=most if alone else most - 1)
-            session.generate(ids, mask, sampling=sampling, past_key_values=cache, on_tokens=on_tokens)
+            session.generate(ids, mask, sampling=sampling, cache=cache, on_tokens=on_tokens)
         if alone:
             self._keep(jobs[0], ready[0][1])
 

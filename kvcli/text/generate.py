@@ -18,6 +18,7 @@ from kvcli.models.checkpoint import quiet_transformers
 from kvcli.models.load import LoadedModel, layers_watched, not_finite
 from kvcli.progress import Progress, no_progress
 from kvcli.seam.decoder import backbone, decoder_layers
+from kvcli.seam.versions import with_cache
 from kvcli.text.detokenizer import Detokenizer
 
 
@@ -58,7 +59,7 @@ def compress(
     with quiet_transformers(), progress(label, unread, "tokens") as advance, layers_watched(session.model, count):
         logits = prefill(session.model, cache, ids, None, prefill_chunk, lambda count: after_chunk(cache))
     if not bool(logits.isfinite().all()):
-        again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
+        again = partial(backbone(session.model), input_ids=ids, **with_cache(session.new_cache()))
         raise not_finite(session.model, f"method '{session.method.name}'", again)
     return cache
 
@@ -134,7 +135,7 @@ def generate_text(
         generated = session.generate(
             ids,
             sampling=sampling,
-            past_key_values=cache,
+            cache=cache,
             prefill_chunk=prefill_chunk,
             mode=mode,
             compile_layers=compile_layers,

@@ -13,6 +13,7 @@ from families import tiny_config
 from transformers import LlamaForCausalLM
 
 import kvcli
+from kvcli.seam.versions import with_cache
 
 PACKAGE = str(Path(kvcli.__file__).parent)
 
@@ -29,10 +30,10 @@ def files_of_calls(num_layers: int, method: str) -> list[str]:
     with torch.inference_mode(), kvcli.attach(model, method) as session:
         cache = session.new_cache()
         for chunk in (ids, *ids[:, :40].T[..., None]):
-            model(chunk, past_key_values=cache)
+            model(chunk, **with_cache(cache))
         sys.setprofile(note)
         try:
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
         finally:
             sys.setprofile(None)
     return files

@@ -16,6 +16,7 @@ from kvcli.attention import steps
 from kvcli.attention.session import Session
 from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS
+from kvcli.seam.versions import with_cache
 
 
 def states(session: Session, cache: Any, ids: torch.Tensor, width: int, mode: Any) -> torch.Tensor:
@@ -87,7 +88,7 @@ def test_a_chunk_that_breaks_off_leaves_a_cache_that_refuses(monkeypatch: pytest
         monkeypatch.undo()
         read.close()
         with pytest.raises(CacheError, match="did not reach the last layer"):
-            MODEL(ids[:, 90:], past_key_values=cache)
+            MODEL(ids[:, 90:], **with_cache(cache))
 
 
 def test_another_batch_is_refused_and_gradients_are_not_kept() -> None:

@@ -19,6 +19,7 @@ from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step, with_fixed_lengt
 from kvcli.bench.model import ModelRun, attached, run_model
 from kvcli.errors import UsageError
 from kvcli.registry import parse_method
+from kvcli.seam.versions import with_cache
 
 SETTINGS = {"residual_length": 16, "group_size": 16}
 SAMPLING = SamplingConfig(24)
@@ -43,7 +44,7 @@ def compiled(model: Any, method: str, compiler: Any) -> tuple[str | None, list[t
         made = session.generate(IDS, MASK, sampling=SAMPLING, compile_layers=compiler)
         assert torch.equal(made.sequences, expected.sequences)
         assert made.compiled == (made.note is None)
-        return made.note, [model(IDS[:, :1], past_key_values=x.cache, **rest).logits for x in (made, expected)]
+        return made.note, [model(IDS[:, :1], **with_cache(x.cache), **rest).logits for x in (made, expected)]
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("llama", 12), ("qwen2", 3), ("qwen3", 3)])

@@ -26,6 +26,7 @@ from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
 from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS, get_method, make_config
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 MODEL = make_model("llama", num_hidden_layers=2)
@@ -49,7 +50,7 @@ def attached(name: str, impl: str = "reference", model: Any = MODEL, **changes: 
 def by_transformers(session: Session, ids: torch.Tensor, count: int, **options: Any) -> tuple[torch.Tensor, Any]:
     """Tokens, and the cache, of the model's own `generate`."""
     cache, settings = session.new_cache(), {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, **options}
-    return MODEL.generate(ids, past_key_values=cache, **settings), cache
+    return MODEL.generate(ids, **with_cache(cache), **settings), cache
 
 
 def make(
@@ -68,7 +69,7 @@ def prompts(batch: int, length: int, padded: bool = False) -> tuple[torch.Tensor
 
 def assert_same_logits(ids: torch.Tensor, *caches: Any, tolerance: float = 1e-3, **positions: Any) -> None:
     """Of an ordinary pass over two caches."""
-    logits = [MODEL(ids, past_key_values=cache, **positions).logits for cache in caches]
+    logits = [MODEL(ids, **with_cache(cache), **positions).logits for cache in caches]
     assert torch.allclose(*logits, atol=tolerance)
 
 
@@ -190,9 +191,9 @@ def logits_of_passes(session: Session, ids: torch.Tensor, prompt: int, mask: tor
         start = 0 if stop == prompt else stop - 1
         seen = None if mask is None else torch.nn.functional.pad(mask, (0, stop - prompt), value=1)
         positions = None if seen is None else (seen.cumsum(1) - 1).clamp(min=0)[:, start:]
-        logits = model(
-            ids[:, start:stop], attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True
-        ).logits[:, -1]
+        logits = model(ids[:, start:stop], attention_mask=seen, position_ids=positions, **with_cache(cache)).logits[
+            :, -1
+        ]
     return logits
 
 
@@ -257,12 +258,12 @@ def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[in
 
             cache, expected = session.new_cache(), session.new_cache()
             with pytest.raises(KeyboardInterrupt):
-                make(session, ids, None, 60, past_key_values=cache, on_tokens=interrupt, eos_token_id=stops)
+                make(session, ids, None, 60, cache=cache, on_tokens=interrupt, eos_token_id=stops)
             assert cache.passes.step is None
             made = torch.cat(seen, dim=1)
             assert cache.get_seq_length() == 40 + made.shape[1] - 1
             for piece in (ids, *made.split(1, dim=1)[:-1]):
-                MODEL(piece, past_key_values=expected)
+                MODEL(piece, **with_cache(expected))
             assert_same_logits(made[:, -1:], cache, expected, tolerance=1e-4)
     assert steps
 
@@ -280,9 +281,9 @@ def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.Monk
     with attached("kivi") as session:
         cache = session.new_cache()
         with pytest.raises(KeyboardInterrupt):
-            make(session, ids, None, 60, past_key_values=cache)
+            make(session, ids, None, 60, cache=cache)
         with pytest.raises(CacheError, match="reset"):
-            MODEL(ids[:, :1], past_key_values=cache)
+            MODEL(ids[:, :1], **with_cache(cache))
 
 
 def test_what_cannot_be_generated_is_refused() -> None:
@@ -300,8 +301,8 @@ def test_what_cannot_be_generated_is_refused() -> None:
                 make(session, ids, mask, count, mode)
         made = make(session, ids, None, 3, None)
         with pytest.raises(UsageError, match="nothing is left"):
-            make(session, made.sequences[:, :-1], None, 3, None, past_key_values=made.cache)
-        again = make(session, made.sequences, None, 3, None, past_key_values=made.cache)
+            make(session, made.sequences[:, :-1], None, 3, None, cache=made.cache)
+        again = make(session, made.sequences, None, 3, None, cache=made.cache)
         assert torch.equal(again.sequences, make(session, ids, None, 6, None).sequences)
 
 

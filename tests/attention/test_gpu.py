@@ -20,6 +20,7 @@ from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.samples import BLOCK_TOKENS, TokenBlocks
 from kvcli.registry import get_method
+from kvcli.seam.versions import with_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,9 +33,9 @@ def test_tokens_equal_dynamic_cache_in_float32(any_model: Any, prompt: Any) -> N
     model = any_model.cuda()
     (inputs,) = moved(prompt(6, 23, 40))
     settings = {"max_new_tokens": 24, "do_sample": False}
-    expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **settings)
+    expected = model.generate(**inputs, **with_cache(DynamicCache(config=model.config)), **settings)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
-        assert torch.equal(model.generate(**inputs, past_key_values=session.new_cache(), **settings), expected)
+        assert torch.equal(model.generate(**inputs, **with_cache(session.new_cache()), **settings), expected)
 
 
 def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
@@ -43,7 +44,7 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
     def logits(cache: Any) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [model(**x, past_key_values=cache).logits[:, -1].float() for x in inputs]
+            return [model(**x, **with_cache(cache)).logits[:, -1].float() for x in inputs]
 
     expected = logits(DynamicCache(config=model.config))
     with kvcli.attach(model, "fp16", **WINDOW) as session:
@@ -62,7 +63,7 @@ def test_two_streams_encode_long_prompts_as_one_does(method: str, prompt: Any, m
         with kvcli.attach(model, method, residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             for piece in pieces:
-                model(**piece, past_key_values=cache)
+                model(**piece, **with_cache(cache))
             stores = [layer.store for layer in cache.layers]
             actual.append([x.codes.tensors() for s in stores for x in (s.key_codes, s.value_codes)])
     for two_streams, one_stream in zip(*actual, strict=True):
@@ -74,7 +75,7 @@ def test_offloaded_layers_come_back(prompt: Any) -> None:
     model = make_model("llama").cuda()
     with kvcli.attach(model, "kivi-2", residual_length=32) as session, torch.no_grad():
         cache = session.new_cache()
-        model(**moved(prompt(70))[0], past_key_values=cache)
+        model(**moved(prompt(70))[0], **with_cache(cache))
         layer = cache.layers[0]
         layer.offload()
         assert layer.store.keys.device.type == layer.store.values.device.type == "cpu"
@@ -113,7 +114,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
         with kvcli.attach(model, "commvq", artifact=artifact, impl="reference", **WINDOW) as session, torch.no_grad():
             session.backend = replace(REFERENCE, attend_codes=attend, attend_decoded=attend)
             cache = session.new_cache()
-            outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])
+            outputs.append([model(**piece, **with_cache(cache)).logits[:, -1] for piece in inputs][-1])
     assert torch.allclose(*outputs, atol=1e-4)
     assert calls
 

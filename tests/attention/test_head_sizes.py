@@ -11,6 +11,7 @@ from factories import make_model
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.bench.model import open_session
+from kvcli.seam.versions import with_cache
 
 METHODS = ("rtn-4", "fp8", "kivi-2", "squat-2", "squat-pre-2", "qjl", "turboquant-3", "commvq-1")
 SIZES = (64, 80, 96, 112, 128, 160, 192, 256)
@@ -39,7 +40,7 @@ def states(model: Any, method: str, impl: str) -> tuple[torch.Tensor, str | None
         cache = session.new_cache()
         for count in PASSES:
             piece, seen = ids[:, seen : seen + count], seen + count
-            outputs.append(model.base_model(piece, attention_mask=mask[:, :seen], past_key_values=cache)[0][:, -1])
+            outputs.append(model.base_model(piece, attention_mask=mask[:, :seen], **with_cache(cache))[0][:, -1])
         assert method == "fp16" or cache.memory().num_encoded > 0
         return torch.stack(outputs).float(), session.backend.note
 

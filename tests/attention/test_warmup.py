@@ -19,6 +19,7 @@ from kvcli.models.shapes import shape_rope, shape_spec
 pytest.importorskip("triton")
 
 from kvcli.attention import decoded
+from kvcli.seam.versions import with_cache
 
 
 @pytest.mark.kernels
@@ -55,7 +56,7 @@ def test_blocks_of_codes_and_rows_of_counts_begin_where_kernels_are_compiled_for
     model = make_model("llama")
     with kvcli.attach(model, "rtn", group_size=4, residual_length=8) as session, torch.no_grad():
         cache = session.new_cache()
-        model(torch.full((3, 40), 5), past_key_values=cache)
+        model(torch.full((3, 40), 5), **with_cache(cache))
         step = begin_steps(cache, 64, 8)
     assert step.code_lengths(model.device).data_ptr() % 16 == 0
     assert step.code_lengths(model.device).shape == (3,)

@@ -23,6 +23,7 @@ from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
 from kvcli.bench.model_bench import ModelBench, memory_figures, time_figures, with_ceiling, with_ratios
 from kvcli.bench.suite import Row
+from kvcli.seam.versions import with_cache
 
 RUNS = [ModelRun(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -154,7 +155,7 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
         for context, masked in ((nullcontext(), True), (fixed_length.without_mask(model), False)):
             asked.clear()
             with context:
-                model(input_ids=token, attention_mask=padding, past_key_values=cache)
+                model(input_ids=token, attention_mask=padding, **with_cache(cache))
             assert [mask is not None for mask, *_ in asked] == [masked] * 3
         assert model.config._attn_implementation == former
     assert torch.equal(fixed, prefill_logits(model, grown, token, None).argmax(-1))

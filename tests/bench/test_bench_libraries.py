@@ -22,6 +22,7 @@ from kvcli.bench.layer import uncompressed_layer
 from kvcli.bench.model import random_model
 from kvcli.errors import UsageError
 from kvcli.models.shapes import shape_spec
+from kvcli.seam.versions import with_cache
 from research.libraries import BaselineName, load_baselines, over_fastest
 from research.library_bench import LibraryBench, library_forward, library_runs
 
@@ -131,7 +132,7 @@ def test_a_step_with_a_library_is_that_with_sdpa(model: Any) -> None:
     (library,) = load_baselines(["fa3"])
     query, *cached = uncompressed_layer(SPEC, 2, 21, CPU, torch.float32, 0)
     cache = FixedLengthCache(layers=[FixedLengthLayer(*cached) for _ in range(3)])
-    step = {"input_ids": torch.tensor([[3], [5]]), "position_ids": torch.full((2, 1), 20), "past_key_values": cache}
+    step = {"input_ids": torch.tensor([[3], [5]]), "position_ids": torch.full((2, 1), 20), **with_cache(cache)}
     logits = []
     for forward in (sdpa_attention_forward, library_forward(library, query, cached[0])):
         with without_mask(model, forward):

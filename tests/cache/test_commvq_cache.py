@@ -25,6 +25,7 @@ from kvcli.rope import Rotation
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.patch import Seam
 from kvcli.seam.sdpa import sdpa
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 
@@ -43,7 +44,7 @@ def logits(
 ) -> torch.Tensor:
     with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
         session.backend, cache = backend, session.new_cache()
-        return [model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces][-1]
+        return [model(**piece, **with_cache(cache)).logits[:, -1] for piece in pieces][-1]
 
 
 @pytest.mark.parametrize("lengths", [(40,), (40, 17, 3)])
@@ -72,7 +73,7 @@ def test_memory_equals_the_formula(trained: Any, prompt: Any) -> None:
     model, artifact = trained
     with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
         cache = session.new_cache()
-        model(**prompt(50, 31), past_key_values=cache)
+        model(**prompt(50, 31), **with_cache(cache))
         codec, memory = session.codecs[0], cache.memory()
     assert memory.num_encoded == (50 - 8) + (31 - 8)
     bits = codec.key.bits_per_token() + codec.value.bits_per_token()

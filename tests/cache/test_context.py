@@ -76,7 +76,7 @@ for folder, method, artifact, settings in json.loads(sys.argv[2]):
         context = kvcli.Context.load(folder + "/c.safetensors")
         more = torch.cat((context.input_ids, torch.arange(5, 12)[None]), dim=1)
         sampling = kvcli.SamplingConfig(max_new_tokens=20)
-        sequences = session.generate(more, past_key_values=session.load_cache(context), sampling=sampling).sequences
+        sequences = session.generate(more, cache=session.load_cache(context), sampling=sampling).sequences
         made[method] = sequences.tolist()
 print(json.dumps(made))
 """
@@ -97,7 +97,7 @@ def test_another_process_makes_the_very_tokens(
             cache = compress(session, ids(1, 40), prefill_chunk=15)
             cache.save(folder / "c.safetensors", ids(1, 40))
             more = torch.cat((ids(1, 40), torch.arange(5, 12)[None]), dim=1)
-            made = session.generate(more, past_key_values=cache, sampling=SamplingConfig(max_new_tokens=20))
+            made = session.generate(more, cache=cache, sampling=SamplingConfig(max_new_tokens=20))
         jobs.append((str(folder), method, artifact, settings))
         expected[method] = made.sequences.tolist()
     done = subprocess.run(

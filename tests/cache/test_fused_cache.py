@@ -17,6 +17,7 @@ from kvcli.errors import UsageError
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.per_layer import build_codecs
 from kvcli.registry import get_method, make_config, parse_method
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +33,7 @@ def assert_same_logits(
         with kvcli.attach(model.to(DEVICE), method, impl=impl, **settings) as session, torch.no_grad():
             cache = session.new_cache()
             moved = ({name: x.to(DEVICE) for name, x in piece.items()} for piece in pieces)
-            outputs.append([model(**piece, past_key_values=cache).logits[:, -3:].float() for piece in moved])
+            outputs.append([model(**piece, **with_cache(cache)).logits[:, -3:].float() for piece in moved])
     for ours, theirs in zip(*outputs, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < tolerance
 
@@ -41,7 +42,7 @@ def test_rows_of_codes_begin_where_two_tokens_can_be_read_at_once() -> None:
     model = make_model("llama", **WIDE)
     with kvcli.attach(model, "qjl", impl="reference", sink_length=0, residual_length=0) as session, torch.no_grad():
         cache = session.new_cache()
-        model(torch.full((2, 37), 5), past_key_values=cache)
+        model(torch.full((2, 37), 5), **with_cache(cache))
         for layer in cache.compressed:
             scale = layer.store.value_codes.codes.scale
             assert scale.stride(1) == 48 * scale.shape[-1]
@@ -96,7 +97,7 @@ def test_tables_that_kernels_derive_are_counted(wide_artifact: Any) -> None:
     for impl in ("reference", "fused"):
         with kvcli.attach(model, "commvq", impl=impl, artifact=artifact, **WINDOW) as session, torch.no_grad():
             cache = session.new_cache()
-            model(torch.full((1, 20), 5, device=DEVICE), past_key_values=cache)
+            model(torch.full((1, 20), 5, device=DEVICE), **with_cache(cache))
             sizes[impl] = cache.memory().artifact_bytes
     assert sizes["fused"] > sizes["reference"]
 

@@ -13,6 +13,7 @@ import kvcli
 from kvcli.errors import CacheError
 from kvcli.plan.memory import MethodPlan, PlannedModel
 from kvcli.registry import METHODS, get_method, make_config
+from kvcli.seam.versions import with_cache
 
 WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
 UNFITTED = [name for name in METHODS if not get_method(name).needs_artifact and name != "fp16"]
@@ -49,7 +50,7 @@ def error(model: Any, exact: torch.Tensor, method: str, **settings: Any) -> floa
         for start in range(0, 70, 10):
             mask = inputs["attention_mask"][:, : start + 10]
             piece = inputs["input_ids"][:, start : start + 10]
-            outputs.append(model(piece, attention_mask=mask, past_key_values=cache).logits)
+            outputs.append(model(piece, attention_mask=mask, **with_cache(cache)).logits)
     found, real = torch.cat(outputs, 1).float(), inputs["attention_mask"].bool()
     return float((found - exact)[real].norm() / exact[real].norm())
 
@@ -83,11 +84,11 @@ def test_each_row_has_the_mean_of_its_own_keys_after_the_sinks(method: str) -> N
     model, inputs = normed_model(), padded(40, 23)
     with kvcli.attach(model, method, **settings_of(method)) as session, torch.no_grad():
         cache = session.new_cache()
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **with_cache(cache))
         both = [layer.store.state for layer in cache.compressed]
         for row, length in enumerate((40, 23)):
             alone = session.new_cache()
-            model(inputs["input_ids"][row : row + 1, 40 - length :], past_key_values=alone)
+            model(inputs["input_ids"][row : row + 1, 40 - length :], **with_cache(alone))
             for state, layer in zip(both, alone.compressed, strict=True):
                 assert torch.allclose(state.mean[row], layer.store.state.mean[0], atol=1e-4)
                 assert int(state.count[row]) == length - WINDOW["sink_length"]
@@ -99,13 +100,13 @@ def test_it_is_kept_with_the_sequence(method: str, tmp_path: Any) -> None:
     model = normed_model()
     with kvcli.attach(model, method, **settings_of(method)) as session, torch.no_grad():
         cache = session.new_cache()
-        model(ids(2, 30), past_key_values=cache)
+        model(ids(2, 30), **with_cache(cache))
         cache.save(tmp_path / "c.safetensors")
         loaded = session.load_cache(tmp_path / "c.safetensors")
         loaded.batch_select_indices(torch.tensor([1]))
         more = ids(2, 5, seed=1)
-        expected = model(more, past_key_values=cache).logits[1:]
-        assert torch.allclose(model(more[1:], past_key_values=loaded).logits, expected, atol=1e-5)
+        expected = model(more, **with_cache(cache)).logits[1:]
+        assert torch.allclose(model(more[1:], **with_cache(loaded)).logits, expected, atol=1e-5)
         assert cache.memory().state_bytes > 0
         with pytest.raises(CacheError, match="state was computed from some of them"):
             cache.crop(-20)
@@ -118,6 +119,6 @@ def test_a_plan_counts_it(name: str) -> None:
     planned = PlannedModel("tiny", model.config, model.dtype, model.device)
     with kvcli.attach(model, name, **method.example_settings) as session, torch.no_grad():
         cache = session.new_cache()
-        model(ids(1, 100), past_key_values=cache)
+        model(ids(1, 100), **with_cache(cache))
         assert MethodPlan(planned, name, method, config).cache.memory(100) == cache.memory()
         assert cache.memory().state_bytes > 0

@@ -20,6 +20,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.snapshot import Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
 from kvcli.registry import METHODS
+from kvcli.seam.versions import with_cache
 
 
 def through_json(snapshot: Snapshot) -> Snapshot:
@@ -98,8 +99,8 @@ def test_after_steps_whose_counts_are_on_the_device(tiny_model: Any, attach: Any
         assert snapshot.tensors["positions"].shape == (2, 84)
         again, more = restored(session, snapshot), torch.cat((made.sequences, ids(2, 5)), dim=1)
         assert_equal(again.snapshot(), snapshot)
-        first = session.generate(more, sampling=greedy, past_key_values=made.cache, mode="steps")
-        second = session.generate(more, sampling=greedy, past_key_values=again, mode="steps")
+        first = session.generate(more, sampling=greedy, cache=made.cache, mode="steps")
+        second = session.generate(more, sampling=greedy, cache=again, mode="steps")
         assert torch.equal(first.sequences, second.sequences)
         assert_equal(first.cache.snapshot(), second.cache.snapshot())
 
@@ -111,11 +112,11 @@ def test_with_kernels(method: str) -> None:
     model = make_model("llama", **wide).to(DEVICE)
     with kvcli.attach(model, method, impl="fused", sink_length=2, residual_length=32) as session, torch.no_grad():
         cache = session.new_cache()
-        model(ids(1, 70).to(DEVICE), past_key_values=cache)
+        model(ids(1, 70).to(DEVICE), **with_cache(cache))
         again = restored(session, cache.snapshot())
         for seed, count in enumerate((1, 5)):
             tokens = ids(1, count, seed).to(DEVICE)
-            expected, actual = (model(tokens, past_key_values=x).logits for x in (cache, again))
+            expected, actual = (model(tokens, **with_cache(x)).logits for x in (cache, again))
             assert torch.equal(expected, actual)
         assert_equal(again.snapshot(), cache.snapshot())
 
@@ -215,7 +216,7 @@ def test_while_tokens_are_made(tiny_model: Any, attach: Any) -> None:
         session.generate(
             ids(1, 40),
             sampling=SamplingConfig(max_new_tokens=40),
-            past_key_values=cache,
+            cache=cache,
             mode="steps",
             on_tokens=lambda new: look(cache) if cache.passes.step is not None else None,
         )

@@ -15,6 +15,7 @@ from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore
 from kvcli.methods.fp16 import METHOD as FP16
 from kvcli.methods.method import Schedule
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec, RopeSpec
 
 SPEC = ModelSpec("llama", 1, 64, 4, 2, 16, 512, 97, RopeSpec("default", 1e4, 16))
@@ -208,7 +209,7 @@ def test_memory_report_counts_live_tensors(tiny_model: Any, prompt: Any) -> None
     with kvcli.attach(tiny_model, "fp16", **settings) as session, torch.no_grad():
         cache = session.new_cache()
         assert cache.memory().cache_bytes == 0
-        tiny_model(**prompt(40, 25), past_key_values=cache)
+        tiny_model(**prompt(40, 25), **with_cache(cache))
         memory = cache.memory()
     per_token = 3 * 2 * 32 * 4  # layers, K and V, channels, float32
     assert memory.num_tokens == 65

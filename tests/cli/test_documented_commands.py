@@ -22,6 +22,7 @@ from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
 from kvcli.commands.options import parse_settings
 from kvcli.models import load as models
+from kvcli.seam.versions import CACHE_ARGUMENT
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
 NOT_RUN = {
@@ -156,7 +157,7 @@ def test_a_page_is_run_from_its_beginning_to_its_end(page: str, chatty: Any, mon
         if block.page != page:
             continue
         if block.language == "python":
-            exec(compile(block.text, page, "exec"), names)
+            exec(compile(block.text.replace(" cache=", f" {CACHE_ARGUMENT}="), page, "exec"), names)
             continue
         for words in commands(block):
             small = SMALL.get(words[1], ()) if words[0] == "kvcli" else None

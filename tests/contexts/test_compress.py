@@ -17,6 +17,7 @@ import kvcli
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.models.fingerprint import text_identity
+from kvcli.seam.versions import with_cache
 from kvcli.text.generate import compress
 from kvcli.text.prompts import Rendered, chat_ids, checked_messages, common_length
 
@@ -33,7 +34,7 @@ def test_chunks_are_those_of_passes_and_are_counted_layer_by_layer(tiny_model: A
     with kvcli.attach(tiny_model, "kivi-2", **SETTINGS) as session, torch.no_grad():
         expected = session.new_cache()
         for piece in ids(1, 50).split(16, dim=1):
-            tiny_model(piece, past_key_values=expected)
+            tiny_model(piece, **with_cache(expected))
         cache = compress(session, ids(1, 50), prefill_chunk=16, progress=progress)
         assert_equal(cache.snapshot(), expected.snapshot())
         assert told == [50, *[5, 5, 6] * 3, 0, 1, 1]
@@ -63,12 +64,12 @@ def test_positions_count_on_from_pass_to_pass(name: str, tmp_path: Any) -> None:
         cache.save(path, ids(1, 50))
         loaded = session.load_cache(path)
         assert_equal(loaded.snapshot(), cache.snapshot())
-        logits = [model(ids(1, 7), past_key_values=each).logits for each in (cache, loaded)]
+        logits = [model(ids(1, 7), **with_cache(each)).logits for each in (cache, loaded)]
         assert torch.equal(*logits)
         padded, mask = session.new_cache(), mask_of(20, 13)
         for stop in (9, 20):
             start = padded.get_seq_length()
-            model(ids(2, 20)[:, start:stop], attention_mask=mask[:, :stop], past_key_values=padded)
+            model(ids(2, 20)[:, start:stop], attention_mask=mask[:, :stop], **with_cache(padded))
         assert [padded.sequences.positions[row, :n].tolist() for row, n in enumerate((20, 13))] == [
             list(range(20)),
             list(range(13)),

@@ -16,6 +16,7 @@ from transformers import pipeline
 import kvcli
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, UsageError
+from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
 SAMPLING = kvcli.SamplingConfig(12)
@@ -100,12 +101,12 @@ def test_a_pipeline_takes_a_new_cache_for_each_call(loaded: Any) -> None:
     pipe = pipeline("text-generation", model=loaded.model, tokenizer=loaded.tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
     with kvcli.attach(loaded, "rtn-2", residual_length=8, group_size=8) as session:
-        with pytest.raises(CacheError, match=r"past_key_values=session.new_cache\(\) to it, a new one to each call"):
+        with pytest.raises(CacheError, match=rf"{CACHE_ARGUMENT}=session.new_cache\(\) to it, a new one to each call"):
             pipe(TEXT, **options)
         ids = torch.tensor([loaded.tokenizer(TEXT)["input_ids"]])
         expected = session.generate(ids, max_new_tokens=8).sequences[0, ids.shape[1] :]
         texts = [loaded.tokenizer.decode(expected, skip_special_tokens=True)]
-        assert pipe(TEXT, past_key_values=session.new_cache(), **options)[0]["generated_text"] == texts[0]
-        both = pipe([TEXT, TEXT[:60]], batch_size=2, past_key_values=session.new_cache(), **options)
-        alone = pipe(TEXT[:60], past_key_values=session.new_cache(), **options)
+        assert pipe(TEXT, **with_cache(session.new_cache()), **options)[0]["generated_text"] == texts[0]
+        both = pipe([TEXT, TEXT[:60]], batch_size=2, **with_cache(session.new_cache()), **options)
+        alone = pipe(TEXT[:60], **with_cache(session.new_cache()), **options)
         assert [x[0]["generated_text"] for x in both] == [texts[0], alone[0]["generated_text"]]

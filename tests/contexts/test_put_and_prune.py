@@ -13,6 +13,7 @@ from kvcli.cache.blocks import encode, stack_layers, unstack_layers
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
 from kvcli.errors import ContextError, UsageError
+from kvcli.seam.versions import with_cache
 from kvcli.storage.atomic import flush_to_disk
 
 
@@ -107,7 +108,7 @@ def test_what_cannot_be_found_again_is_refused(maker: Any, store: ContextStore) 
         (one, {"position_ids": torch.arange(3, 23)[None]}, "positions are 0, 1, 2"),
     ):
         cache = made.session.new_cache()
-        made.loaded.model(ids, past_key_values=cache, use_cache=True, **options)
+        made.loaded.model(ids, **with_cache(cache), **options)
         with pytest.raises(ContextError, match=said):
             store.put(cache.context(ids))
     assert not store.folder.exists() or not files_of(store)

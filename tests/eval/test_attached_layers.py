@@ -15,6 +15,7 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.errors import CacheError, UsageError
 from kvcli.methods.method import Method
 from kvcli.registry import get_method, parse_method
+from kvcli.seam.versions import with_cache
 
 METHODS = ("kivi-2", "squat-2", "squat-pre-2", "qjl", "rtn-2", "commvq")
 STATEFUL = ("squat-2", "squat-pre-2", "qjl")
@@ -35,7 +36,7 @@ def run(model: Any, session: Any, prompt: dict[str, torch.Tensor]) -> tuple[torc
     with torch.no_grad():
         for start, stop in pairwise((0, end - 40, end - 2, end - 1, end)):
             ids, shown = prompt["input_ids"][:, start:stop], mask[:, :stop]
-            logits = model(input_ids=ids, attention_mask=shown, past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=ids, attention_mask=shown, **with_cache(cache)).logits
     return logits, cache
 
 

@@ -11,6 +11,7 @@ from contexts_made import Maker, maker, store, tokens  # noqa: F401
 from kvcli.contexts import ContextStore
 from kvcli.errors import UsageError
 from kvcli.eval.quality import copied_tokens, stored_quality
+from kvcli.seam.versions import with_cache
 
 
 def test_a_copy_in_full_precision_loses_nothing(maker: Any, store: ContextStore) -> None:  # noqa: F811
@@ -33,7 +34,7 @@ def test_kl_is_that_of_the_cropped_cache_going_on(maker: Any, store: ContextStor
     found = stored_quality(made.session, store, store.get("a"), 20).figures
     cache.crop(66 - 90)
     with torch.no_grad():
-        ours = made.loaded.model(ids[None, 66:], past_key_values=cache, use_cache=True).logits[0, -20:].log_softmax(-1)
+        ours = made.loaded.model(ids[None, 66:], **with_cache(cache)).logits[0, -20:].log_softmax(-1)
         theirs = made.loaded.model(ids[None], use_cache=False).logits[0, -20:].log_softmax(-1)
     kl = (theirs.exp() * (theirs - ours)).sum(-1)
     assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-3)

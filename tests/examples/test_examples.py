@@ -13,6 +13,7 @@ from byte_tokenizer import CHAT, byte_tokenizer
 from factories import make_model
 
 from kvcli.artifact.artifact import Artifact
+from kvcli.seam.versions import CACHE_ARGUMENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,6 +73,7 @@ def test_a_conversation_is_resumed(run: Callable[..., str], tmp_path: Path) -> N
     assert "4 messages" in printed
 
 
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="the pipeline's is written for transformers 5.24 and newer")
 @pytest.mark.parametrize("name", ["batch", "transformers_pipeline"])
 def test_prompts_of_different_lengths_are_one_batch(run: Callable[..., str], name: str) -> None:
     printed = run(name)

@@ -14,6 +14,7 @@ import torch
 
 import kvcli
 from kvcli.errors import CacheError
+from kvcli.seam.versions import with_cache
 
 METHODS = ("fp16", "kivi-2", "squat-pre-2", "qjl", "rtn-2")
 GROUPS = {"group_size": 8, "residual_length": 16}
@@ -33,7 +34,7 @@ def filled(model: Any, session: Any) -> Any:
     """A cache that has read 60 tokens and one more."""
     cache = session.new_cache()
     for count in (60, 1):
-        model(ids(count), past_key_values=cache)
+        model(ids(count), **with_cache(cache))
     return cache
 
 
@@ -76,19 +77,19 @@ def test_a_deep_copy_shares_everything_but_its_tokens(tiny_model: Any, method: s
         assert not storages(copied).keys() & storages(cache).keys()
         assert sum(storages(copied).values()) == sum(storages(cache).values())
         # each goes on by itself, as if the other did not exist
-        first, second = (tiny_model(ids(20, seed), past_key_values=c).logits for seed, c in ((1, cache), (2, copied)))
-        expected = tiny_model(ids(20, 2), past_key_values=filled(tiny_model, session)).logits
+        first, second = (tiny_model(ids(20, seed), **with_cache(c)).logits for seed, c in ((1, cache), (2, copied)))
+        expected = tiny_model(ids(20, 2), **with_cache(filled(tiny_model, session))).logits
         assert torch.equal(second, expected)
         assert not torch.equal(first, second)
     for detached in (cache, copied):
         with pytest.raises(CacheError, match="detached"):
-            tiny_model(ids(1), past_key_values=detached)
+            tiny_model(ids(1), **with_cache(detached))
 
 
 def test_an_empty_cache_is_copied_too_and_pickling_one_says_why_not(tiny_model: Any) -> None:
     with attach(tiny_model, "qjl") as session, torch.no_grad():
         copied = copy.deepcopy(session.new_cache())
-        tiny_model(ids(30), past_key_values=copied)
+        tiny_model(ids(30), **with_cache(copied))
         assert copied.get_seq_length() == 30
         for save in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())):
             with pytest.raises(CacheError, match="cannot be pickled"):
@@ -105,7 +106,7 @@ def test_modes_of_autograd_alternate_over_one_cache(tiny_model: Any, method: str
         for seed, mode in enumerate(order):
             with modes[mode]():
                 for count in (40, 1):
-                    logits = tiny_model(ids(count, seed, batch=2), past_key_values=cache).logits
+                    logits = tiny_model(ids(count, seed, batch=2), **with_cache(cache)).logits
                     outputs.append(logits.detach().clone())
                 cache.reorder_cache(torch.tensor([1, 0]))
                 cache.layers[0].offload()
@@ -125,7 +126,7 @@ def test_every_byte_of_a_cache_is_reported(tiny_model: Any, method: str, use: Ca
         cache, mask = session.new_cache(), torch.ones(2, 303, dtype=torch.long)
         mask[0, :7] = 0
         for count, seen in ((300, 300), (1, 301), (1, 302), (1, 303)):
-            tiny_model(ids(count, batch=2), attention_mask=mask[:, :seen], past_key_values=cache)
+            tiny_model(ids(count, batch=2), attention_mask=mask[:, :seen], **with_cache(cache))
         use(cache)
         assert cache.memory().allocated_bytes == sum(storages(cache).values())
 
@@ -135,8 +136,8 @@ def test_a_deleted_cache_frees_its_tables(tiny_model: Any) -> None:
         gc.collect()
         before = {id(x) for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
         cache = session.new_cache()
-        tiny_model(ids(200), past_key_values=cache)
-        tiny_model(ids(1), past_key_values=cache)
+        tiny_model(ids(200), **with_cache(cache))
+        tiny_model(ids(1), **with_cache(cache))
         codecs = {id(x) for codec in session.codecs for coder in (codec.key, codec.value)
                   for group in coder._encoded_groups.values() for x in group.tensors().values()}  # fmt: skip
         del cache

@@ -15,6 +15,7 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.cache import forward
 from kvcli.errors import CacheError, UnsupportedModelError
 from kvcli.registry import get_method
+from kvcli.seam.versions import with_cache
 
 STATEFUL = ("squat-2", "squat-pre-2", "qjl")
 
@@ -22,7 +23,7 @@ STATEFUL = ("squat-2", "squat-pre-2", "qjl")
 def feed(model: Any, tokens: torch.Tensor, *caches: Any) -> None:
     with torch.no_grad():
         for cache in caches:
-            model(tokens, past_key_values=cache)
+            model(tokens, **with_cache(cache))
 
 
 def kept(cache: Any, codes: bool = True) -> list[torch.Tensor]:
@@ -71,7 +72,7 @@ def test_speculation_that_cannot_work_is_refused_before_the_first_token(
     with kvcli.attach(tiny_model, method) as session, torch.no_grad():
         cache = session.new_cache()
         with pytest.raises(CacheError, match="speculative decoding"):
-            tiny_model.generate(ids(20), past_key_values=cache, max_new_tokens=30, **drafts)
+            tiny_model.generate(ids(20), **with_cache(cache), max_new_tokens=30, **drafts)
         assert cache.get_seq_length() == 0
 
 
@@ -80,7 +81,7 @@ def test_speculation_that_works(tiny_model: Any, method: str, tiny_artifact: Cal
     artifact = tiny_artifact(get_method(method)) if method == "commvq" else None
     with kvcli.attach(tiny_model, method, artifact=artifact, **WINDOW) as session, torch.no_grad():
         cache, sampling = session.new_cache(), {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 4}
-        assert tiny_model.generate(ids(30), past_key_values=cache, **sampling).shape == (1, 70)
+        assert tiny_model.generate(ids(30), **with_cache(cache), **sampling).shape == (1, 70)
         assert cache.get_seq_length() == 69
 
 
@@ -88,7 +89,7 @@ def test_the_state_follows_reordered_rows(tiny_model: Any, prompt: Any) -> None:
     """Of a long and a short row, the long one has a final state; reordering must not swap what may be cropped."""
     with attach(tiny_model, "qjl") as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(**prompt(40, 6), past_key_values=cache)
+        tiny_model(**prompt(40, 6), **with_cache(cache))
         cache.reorder_cache(torch.tensor([1, 0, 0]))
         assert cache.sequences.observed == [6, 40, 40]
 
@@ -140,21 +141,21 @@ def test_a_pass_that_raises_in_any_layer_leaves_a_cache_that_refuses_to_go_on(
         feed(tiny_model, tokens[:, :40], cache)
         with tiny_model.model.layers[layer_idx].mlp.register_forward_pre_hook(fail):
             with pytest.raises(error):
-                tiny_model(tokens[:, 40:], past_key_values=cache)
+                tiny_model(tokens[:, 40:], **with_cache(cache))
             with pytest.raises(error):
-                session.generate(tokens, past_key_values=first)
+                session.generate(tokens, cache=first)
         feed(tiny_model, tokens, other)
         for again in (tokens, tokens.repeat(1, 2)):
             with pytest.raises(CacheError, match="did not reach the last layer"):
-                session.generate(again, past_key_values=first)
+                session.generate(again, cache=first)
         with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
-            tiny_model(tokens[:, 40:], past_key_values=cache)
+            tiny_model(tokens[:, 40:], **with_cache(cache))
         with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
             cache.snapshot()
         cache.reset()
-        logits = tiny_model(tokens, past_key_values=cache).logits
-        assert torch.equal(logits, tiny_model(tokens, past_key_values=session.new_cache()).logits)
-        assert tiny_model(tokens[:, :1], past_key_values=other).logits.isfinite().all()
+        logits = tiny_model(tokens, **with_cache(cache)).logits
+        assert torch.equal(logits, tiny_model(tokens, **with_cache(session.new_cache())).logits)
+        assert tiny_model(tokens[:, :1], **with_cache(other)).logits.isfinite().all()
 
 
 def test_a_call_that_is_refused_leaves_the_cache_as_it_was(tiny_model: Any) -> None:
@@ -162,8 +163,8 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was(tiny_model: Any) -> N
         cache, other = session.new_cache(), session.new_cache()
         feed(tiny_model, ids(40), cache, other)
         with pytest.raises(CacheError, match="sequences"):
-            tiny_model(ids(40, batch=2), past_key_values=cache)
-        assert torch.equal(*(tiny_model(ids(1), past_key_values=each).logits for each in (cache, other)))
+            tiny_model(ids(40, batch=2), **with_cache(cache))
+        assert torch.equal(*(tiny_model(ids(1), **with_cache(each)).logits for each in (cache, other)))
 
 
 @pytest.mark.parametrize("method", ["kivi-2", "qjl", "squat-2", "turboquant-3"])

@@ -17,14 +17,15 @@ from transformers import Cache, DynamicCache
 import kvcli
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import CacheError, ModelError
+from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
 
 
 def test_a_stock_cache_is_refused_before_anything_is_written_to_it(tiny_model: Any) -> None:
     cache = DynamicCache(config=tiny_model.config)
     with kvcli.attach(tiny_model, "fp16"):
         for call in (
-            lambda: tiny_model(ids(5), past_key_values=cache),
-            lambda: tiny_model(ids(5), past_key_values=cache, use_cache=False),
+            lambda: tiny_model(ids(5), **with_cache(cache)),
+            lambda: tiny_model(ids(5), **{CACHE_ARGUMENT: cache}, use_cache=False),
             lambda: tiny_model.generate(ids(5), max_new_tokens=2),
             lambda: tiny_model.model(ids(5), None, None, cache),  # by position
         ):
@@ -37,7 +38,7 @@ def test_a_stock_cache_is_refused_before_anything_is_written_to_it(tiny_model: A
 
 def test_attention_that_is_not_causal_is_refused(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session:
-        for options in ({"use_cache": False}, {"past_key_values": session.new_cache()}):
+        for options in ({"use_cache": False}, with_cache(session.new_cache())):
             with pytest.raises(ModelError, match="is_causal"):
                 tiny_model(ids(5), is_causal=False, **options)
         tiny_model.config.is_causal = False
@@ -49,7 +50,7 @@ def test_dropout_and_attention_weights_are_refused() -> None:
     model = make_model("llama", attention_dropout=0.5)
     with kvcli.attach(model, "fp16") as session:
         with pytest.raises(ModelError, match="output_attentions"):
-            model(ids(5), past_key_values=session.new_cache(), output_attentions=True)
+            model(ids(5), **with_cache(session.new_cache()), output_attentions=True)
         model.train()
         with pytest.raises(ModelError, match="dropout"):
             model(ids(5), use_cache=False)
@@ -78,20 +79,20 @@ def test_a_cache_of_another_model_is_refused_also_after_a_pass_that_died(tiny_mo
     other = make_model("llama")
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(ids(5), past_key_values=cache)
+        tiny_model(ids(5), **with_cache(cache))
         with pytest.raises(CacheError, match="another model"):
-            other(ids(5), past_key_values=cache)
+            other(ids(5), **with_cache(cache))
         with kvcli.attach(other, "rtn-4"), pytest.raises(CacheError, match="another model"):
-            other(ids(5), past_key_values=cache)
-        tiny_model(ids(5), past_key_values=cache)
+            other(ids(5), **with_cache(cache))
+        tiny_model(ids(5), **with_cache(cache))
         assert cache.get_seq_length() == 10
         die = tiny_model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with die, pytest.raises(ZeroDivisionError):
-            tiny_model(ids(5), past_key_values=cache)
+            tiny_model(ids(5), **with_cache(cache))
         with pytest.raises(CacheError, match="another model"):
-            other(ids(5), past_key_values=cache)
+            other(ids(5), **with_cache(cache))
         with pytest.raises(CacheError, match="did not reach the last layer"):
-            tiny_model(ids(5), past_key_values=cache)
+            tiny_model(ids(5), **with_cache(cache))
 
 
 def gradients(model: Any, *places: torch.Tensor | None) -> list[torch.Tensor]:
@@ -108,7 +109,7 @@ def test_no_backward_through_a_cache(tiny_model: Any) -> None:
         assert all(map(torch.equal, gradients(tiny_model, None), expected))
         cache = session.new_cache()
         for step in range(3):
-            logits = tiny_model(ids(30, step), past_key_values=cache).logits
+            logits = tiny_model(ids(30, step), **with_cache(cache)).logits
         with pytest.raises(CacheError, match="no gradient"):
             logits.sum().backward()
         stores = [layer.store for layer in cache.layers]
@@ -135,7 +136,7 @@ def test_passes_of_two_threads_interleave(tiny_model: Any) -> None:
         with torch.no_grad():
             for piece in (ids(20), *(ids(1, seed) for seed in range(4))):
                 place = torch.arange(start, start + piece.shape[1])[None]
-                outputs.append(tiny_model(piece, position_ids=place, past_key_values=cache).logits[:, -1])
+                outputs.append(tiny_model(piece, position_ids=place, **with_cache(cache)).logits[:, -1])
                 start += piece.shape[1]
         return torch.cat(outputs)
 
@@ -149,7 +150,7 @@ def test_passes_of_two_threads_interleave(tiny_model: Any) -> None:
 
 def test_nothing_of_a_pass_is_kept_and_an_attached_model_is_not_copied(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
-        tiny_model(ids(5), past_key_values=session.new_cache())
+        tiny_model(ids(5), **with_cache(session.new_cache()))
         assert session._seam.current.output is None
         for make in (copy.deepcopy, pickle.dumps):
             for attached in (tiny_model, session):
@@ -161,12 +162,12 @@ def test_nothing_of_a_pass_is_kept_and_an_attached_model_is_not_copied(tiny_mode
 def test_a_forgotten_mask_after_a_padded_prompt_is_refused(tiny_model: Any, prompt: Any) -> None:
     with kvcli.attach(tiny_model, "fp16", **WINDOW) as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(**prompt(3, 9), past_key_values=cache)
+        tiny_model(**prompt(3, 9), **with_cache(cache))
         for count in (1, 2):
             with pytest.raises(CacheError, match="pass attention_mask"):
-                tiny_model(ids(count, batch=2), past_key_values=cache)
+                tiny_model(ids(count, batch=2), **with_cache(cache))
         mask = torch.cat((prompt(3, 9)["attention_mask"], torch.ones(2, 1, dtype=torch.long)), dim=1)
-        tiny_model(ids(1, batch=2), attention_mask=mask, past_key_values=cache)
+        tiny_model(ids(1, batch=2), attention_mask=mask, **with_cache(cache))
 
 
 def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
@@ -178,7 +179,7 @@ def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
     with kvcli.attach(tiny_model, "kivi-2") as session, torch.no_grad():
         cache = session.new_cache()
         with pytest.raises(CacheError, match="speculative decoding"):
-            tiny_model.generate(ids(20), past_key_values=cache, max_new_tokens=30, prompt_lookup_num_tokens=3)
+            tiny_model.generate(ids(20), **with_cache(cache), max_new_tokens=30, prompt_lookup_num_tokens=3)
         assert cache.get_seq_length() == 0
     assert vars(tiny_model).keys() == before.keys()
 
@@ -192,6 +193,6 @@ def test_a_compiled_model() -> None:
     expected = model.generate(ids(12), **prompt)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         model.compile(backend="eager")
-        found = model.generate(ids(12), past_key_values=session.new_cache(), **prompt)
+        found = model.generate(ids(12), **with_cache(session.new_cache()), **prompt)
     torch._dynamo.reset()
     assert torch.equal(found, expected)

@@ -19,6 +19,7 @@ from kvcli.errors import CacheError
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.method import METHOD
 from kvcli.registry import get_method
+from kvcli.seam.versions import with_cache
 
 BEYOND = "layer 1: {} reach .*e\\+05, but codes .* up to 65504; use method fp16"
 PROJECTIONS = pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
@@ -47,20 +48,20 @@ def test_what_codes_cannot_hold_is_refused(
     with attach(tiny_model.to(dtype), method) as session, torch.no_grad():
         cache = session.new_cache()
         with pytest.raises(CacheError, match=BEYOND.format(named)):
-            tiny_model(ids(60), past_key_values=cache)
+            tiny_model(ids(60), **with_cache(cache))
         with pytest.raises(CacheError, match="reset"):
-            tiny_model(ids(1), past_key_values=cache)
+            tiny_model(ids(1), **with_cache(cache))
 
 
 def test_numbers_of_later_tokens_are_refused_too(tiny_model: Any) -> None:
     with attach(tiny_model, "rtn-2") as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(ids(60), past_key_values=cache)
+        tiny_model(ids(60), **with_cache(cache))
         tiny_model.model.layers[2].self_attn.v_proj.weight *= 1e7
         for _ in range(7):  # the next one is the first that leaves the window
-            tiny_model(ids(1), past_key_values=cache)
+            tiny_model(ids(1), **with_cache(cache))
         with pytest.raises(CacheError, match="layer 2: values reach"):
-            tiny_model(ids(2), past_key_values=cache)
+            tiny_model(ids(2), **with_cache(cache))
 
 
 @DTYPES
@@ -74,13 +75,13 @@ def test_numbers_of_steps_are_refused_too(
     mask = (torch.arange(42) >= 40 - torch.tensor(lengths)[:, None]).long()
     with attach(tiny_model.to(dtype), method) as session:
         cache, known = session.new_cache(), ids(40).expand(2, -1)
-        session.generate(known, mask[:, :40], sampling=SamplingConfig(2), past_key_values=cache, mode="steps")
+        session.generate(known, mask[:, :40], sampling=SamplingConfig(2), cache=cache, mode="steps")
         known = torch.cat((known, ids(2).expand(2, -1)), dim=1)
         enlarge(tiny_model, projection, 1, 4e5)
         with pytest.raises(CacheError, match=BEYOND.format(named)):
-            session.generate(known, mask, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
+            session.generate(known, mask, sampling=SamplingConfig(60), cache=cache, mode="steps")
         with pytest.raises(CacheError, match="reset"):
-            tiny_model(ids(1).expand(2, -1), past_key_values=cache)
+            tiny_model(ids(1).expand(2, -1), **with_cache(cache))
 
 
 @pytest.mark.kernels
@@ -106,16 +107,16 @@ def test_kernels_that_encode_in_place_note_numbers() -> None:
 def test_one_bit_codes_hold_half_the_range(tiny_model: Any) -> None:
     enlarge(tiny_model, "v_proj", 0, 5e4)
     with kvcli.attach(tiny_model, "rtn-2", **WINDOW) as session, torch.no_grad():
-        tiny_model(ids(60), past_key_values=session.new_cache())
+        tiny_model(ids(60), **with_cache(session.new_cache()))
     with kvcli.attach(tiny_model, "rtn-1", **WINDOW) as session, pytest.raises(CacheError, match="up to 32752"):
-        tiny_model(ids(60), past_key_values=session.new_cache())
+        tiny_model(ids(60), **with_cache(session.new_cache()))
 
 
 def test_uncompressed_tokens_have_no_limit(tiny_model: Any) -> None:
     enlarge(tiny_model, "v_proj", 1, 4e5)
     expected = tiny_model(ids(60)).logits
     with attach(tiny_model, "fp16") as session, torch.no_grad():
-        assert torch.allclose(tiny_model(ids(60), past_key_values=session.new_cache()).logits, expected, atol=1e-4)
+        assert torch.allclose(tiny_model(ids(60), **with_cache(session.new_cache())).logits, expected, atol=1e-4)
 
 
 def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.config import QJLConfig
 from kvcli.methods.qjl import decode_kernels, encode_kernels
 from kvcli.methods.qjl.codec import QJLKey
+from kvcli.seam.versions import with_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_LIMIT, LARGE_LIMIT = 64 * 1024, 99 * 1024
@@ -106,7 +107,7 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
         tiles.append(window_kernels.tile_for(48, 64, 4, model.device))
         with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
-            return torch.stack([model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces])
+            return torch.stack([model(**piece, **with_cache(cache)).logits[:, -1] for piece in pieces])
 
     try:
         assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from factories import make_spec
 from test_cache_copies import attach, ids
 
 from kvcli.methods.kivi import METHOD as KIVI
+from kvcli.seam.versions import with_cache
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
@@ -52,7 +53,7 @@ def test_threads_under_load(tiny_model: Any, method: str) -> None:
 
     def generate(session: Any, index: int) -> torch.Tensor:
         prompt, cache = ids(20 + 11 * index, seed=index), session.new_cache()
-        return tiny_model.generate(prompt, past_key_values=cache, max_new_tokens=16, do_sample=False)
+        return tiny_model.generate(prompt, **with_cache(cache), max_new_tokens=16, do_sample=False)
 
     found: dict[int, torch.Tensor] = {}
     interval = sys.getswitchinterval()

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import kvcli
 from kvcli.cli.app import app
 from kvcli.registry import METHODS, get_method
+from kvcli.seam.versions import with_cache
 
 RECORDS = Path(__file__).parent / "records"
 PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
@@ -210,12 +211,12 @@ def tokens(folder: Path) -> dict[str, Any]:
             continue
         with kvcli.attach(model, name, **method.example_settings) as session:
             ours = session.generate(ids, mask, sampling=kvcli.SamplingConfig(max_new_tokens=12))
-            inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": (cache := session.new_cache())}
+            inputs = {"input_ids": ids, "attention_mask": mask, **with_cache(cache := session.new_cache())}
             theirs = model.generate(**inputs, max_new_tokens=12, do_sample=False)
             assert name == "fp16" or cache.memory().num_encoded > 0
             cache.save(folder / "tokens.safetensors")
             loaded = session.load_cache(folder / "tokens.safetensors")
-            logits = model(theirs[:, -1:], attention_mask=more, past_key_values=loaded).logits
+            logits = model(theirs[:, -1:], attention_mask=more, **with_cache(loaded)).logits
             records[f"{family} {name}"] = {
                 "session": ours.sequences.tolist(),
                 "transformers": theirs[:, 60:].tolist(),

@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.kernels import launch as launches_of_kvcli
+from kvcli.seam.versions import with_cache
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block of threads may ask for, by compute capability."""
@@ -177,7 +178,7 @@ def record(
                     for part, total in zip(
                         torch.zeros_like(mask).split(passes, dim=1), accumulate(passes), strict=True
                     ):
-                        model(part, attention_mask=mask[:, :total], past_key_values=cache, use_cache=True)
+                        model(part, attention_mask=mask[:, :total], **with_cache(cache))
                     if recording.startswith(("qjl", "commvq")):  # whose kernels add scores of a constant key
                         attached.codecs[0].key_offset = torch.ones(kv_heads, head_dim)
     return list(found.values()), notes

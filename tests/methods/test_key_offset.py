@@ -19,6 +19,7 @@ from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method, make_config
 from kvcli.rope import Rope, Rotation, TokenRotations
+from kvcli.seam.versions import with_cache
 
 LENGTH = 70
 
@@ -126,7 +127,7 @@ def test_methods_that_are_not_fitted_take_the_bias_of_the_projection(name: str) 
             with attach(model, name, residual_length=4, flush_block=1, key_offset=key_offset, **settings) as session:
                 assert (session.codecs[0].offset is not None) == (key_offset == "bias")
                 cache = session.new_cache()
-                logits = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
+                logits = [model(part, **with_cache(cache)).logits for part in ids.split(1, dim=1)]
             errors[key_offset] = float((torch.cat(logits, dim=1) - expected).norm())
     assert errors["bias"] < 0.5 * errors["none"]
 

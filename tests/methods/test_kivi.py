@@ -15,6 +15,7 @@ import kvcli
 from kvcli.errors import CacheError, ConfigError
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue, dequantize, quantize
+from kvcli.seam.versions import with_cache
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +64,7 @@ def lengths_after(model: Any, prompt_len: int, steps: int, residual: int) -> lis
     with kvcli.attach(model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
         for ids in (torch.randint(3, 97, (1, prompt_len)), *[torch.tensor([[5]])] * steps):
-            model(ids, past_key_values=cache)
+            model(ids, **with_cache(cache))
             counts = cache.sequences.counts
             seen.append((cache.get_seq_length(), counts.keys.coded[0], counts.values.coded[0]))
     return seen
@@ -83,18 +84,18 @@ def test_one_decode_step_equals_attention_over_dequantized_tokens(tiny_model: An
     settings = {"residual_length": 8, "group_size": 4, "sink_length": 0}
     with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(ids, past_key_values=cache)
-        logits = tiny_model(nxt, past_key_values=cache).logits[:, -1]
+        tiny_model(ids, **with_cache(cache))
+        logits = tiny_model(nxt, **with_cache(cache)).logits[:, -1]
         codec = session.codecs[0]
     with torch.no_grad():
         reference = DynamicCache(config=tiny_model.config)
-        tiny_model(ids, past_key_values=reference)
+        tiny_model(ids, **with_cache(reference))
         for layer in reference.layers:
             key, value = layer.keys.clone(), layer.values.clone()
             key[:, :, :16] = codec.key.decode(codec.key.encode(layer.keys[:, :, :16]))
             value[:, :, :13] = codec.value.decode(codec.value.encode(layer.values[:, :, :13]))
             layer.keys, layer.values = key, value
-        expected = tiny_model(nxt, past_key_values=reference).logits[:, -1]
+        expected = tiny_model(nxt, **with_cache(reference)).logits[:, -1]
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
@@ -118,7 +119,7 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
     settings = {"residual_length": 8, "group_size": 4, "sink_length": 0}
     with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(torch.randint(3, 97, (1, 18)), past_key_values=cache)
+        tiny_model(torch.randint(3, 97, (1, 18)), **with_cache(cache))
         with pytest.raises(CacheError, match="group of 4 tokens that were encoded"):
             cache.crop(-3)  # two exact keys, and one of a group
         assert cache.get_seq_length() == 18
@@ -126,7 +127,7 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
         cache.crop(-6)
         assert cache.get_seq_length() == 12
         assert cache.sequences.counts.keys.coded == (12,)
-        assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
+        assert tiny_model(torch.tensor([[5]]), **with_cache(cache)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("method", ["kivi-2", "squat-2"])

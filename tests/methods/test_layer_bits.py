@@ -16,6 +16,7 @@ from kvcli.errors import CacheError, ConfigError, UsageError
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_config, get_method
+from kvcli.seam.versions import with_cache
 
 APART = [
     x for x in METHODS if get_config(x).bit_settings() == ("k_bits", "v_bits") and not get_config(x).needs_artifact
@@ -28,7 +29,7 @@ def run(session: Any, prompt: dict[str, torch.Tensor]) -> tuple[torch.Tensor, An
     with torch.no_grad():
         for start, stop in ((0, end - 9), (end - 9, end)):
             ids, mask = prompt["input_ids"][:, start:stop], prompt["attention_mask"][:, :stop]
-            logits = session.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            logits = session.model(input_ids=ids, attention_mask=mask, **with_cache(cache)).logits
     return logits, cache
 
 
@@ -58,7 +59,7 @@ def test_each_layer_stores_its_own_bits_and_all_are_counted(tiny_model: Any, pro
     planned = CachePlan.of_codecs(session.spec, method, config, codecs, torch.float32).memory(61, 0)
     with attach(tiny_model, name, k_bits=k_bits, v_bits=v_bits) as session:
         cache = session.new_cache()
-        tiny_model(input_ids=text["input_ids"][:, :61], past_key_values=cache, use_cache=True)
+        tiny_model(input_ids=text["input_ids"][:, :61], **with_cache(cache))
     assert planned.code_bytes == cache.memory().code_bytes
 
 

@@ -17,6 +17,7 @@ from kvcli.methods.scalar.codec import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState
 from kvcli.methods.squat.subspace import correction, leading_factor, query_gram
 from kvcli.registry import get_method
+from kvcli.seam.versions import with_cache
 
 
 def finalized(config: SQuatConfig, queries: torch.Tensor) -> tuple[SQuatKey, SQuatState]:
@@ -107,10 +108,10 @@ def test_sequences_have_their_own_subspace_unless_shared() -> None:
 def test_the_subspace_is_fixed_by_the_prompt(tiny_model: Any, method: str) -> None:
     with kvcli.attach(tiny_model, method, group_size=4, residual_length=4) as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=cache)
+        tiny_model(torch.randint(3, 97, (1, 20)), **with_cache(cache))
         before = cache.layers[0].store.state.matrix.clone()
         for _ in range(9):
-            tiny_model(torch.tensor([[5]]), past_key_values=cache)
+            tiny_model(torch.tensor([[5]]), **with_cache(cache))
         assert torch.equal(cache.layers[0].store.state.matrix, before)
         assert cache.sequences.counts.keys.coded[0] == 24
         assert cache.memory().state_bytes == 3 * (2 * 16 * 16 * 4 + 4)
@@ -123,7 +124,7 @@ def test_a_calibrated_subspace_needs_its_artifact(tiny_model: Any) -> None:
         pytest.raises(ConfigError, match="needs an artifact with a fitted subspace"),
         torch.no_grad(),
     ):
-        tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=session.new_cache())
+        tiny_model(torch.randint(3, 97, (1, 20)), **with_cache(session.new_cache()))
 
 
 def test_a_subspace_from_the_prompt_is_not_fitted(tiny_model: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvcli.attention.session import Session
 from kvcli.methods.per_layer import build_codecs
 from kvcli.plan.cache import stored_bits
 from kvcli.registry import make_config, parse_method
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 GROUPED = {"residual_length": 32, "group_size": 16}
@@ -36,7 +37,7 @@ def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], 
     codecs = build_codecs(method, spec, config)  # unfitted: bytes do not depend on what codebooks hold
     with Session(model, spec, method, config, codecs, "auto") as session, torch.no_grad():
         cache = session.new_cache()
-        model(torch.randint(3, 97, (1, context)), past_key_values=cache)
+        model(torch.randint(3, 97, (1, context)), **with_cache(cache))
         memory = cache.memory()
     formula = stored_bits(name, settings, spec, [context])
     # positions live in a buffer with headroom; everything else must agree exactly

@@ -16,6 +16,7 @@ from kvcli.methods.per_layer import build_codecs
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_config, get_method, make_config
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 
@@ -48,9 +49,9 @@ def test_a_cache_after_prompt_and_passes(name: str, family: str) -> None:
         for tokens, passes, batch, chunk in ((1, 0, 1, None), (5, 3, 2, None), (300, 40, 3, None), (700, 9, 1, 64)):
             cache = session.new_cache()
             for ids in torch.randint(3, 97, (batch, tokens)).split(chunk or tokens, dim=1):
-                model(ids, past_key_values=cache)
+                model(ids, **with_cache(cache))
             for _ in range(passes):
-                model(torch.randint(3, 97, (batch, 1)), past_key_values=cache)
+                model(torch.randint(3, 97, (batch, 1)), **with_cache(cache))
             assert plan.memory(tokens, passes, batch, chunk=chunk) == cache.memory(), (tokens, passes, batch, chunk)
 
 
@@ -62,7 +63,7 @@ def test_from_where_on_a_cache_is_smaller_than_in_16_bits(name: str) -> None:
     with session, torch.no_grad():
         for tokens in () if first is None else (first - 1, first, first + 1, 3 * first):
             cache = session.new_cache()
-            session.model(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+            session.model(torch.zeros(1, tokens, dtype=torch.long), **with_cache(cache))
             assert (cache.memory().cache_bytes < cache.memory().fp16_bytes) == (tokens >= first), tokens
 
 

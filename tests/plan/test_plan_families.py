@@ -19,6 +19,7 @@ from kvcli.models.shapes import shape_config
 from kvcli.plan.memory import MethodPlan, PlannedModel, calibration, pass_bound
 from kvcli.registry import METHODS, get_method
 from kvcli.seam.patch import Seam
+from kvcli.seam.versions import with_cache
 
 FAMILIES = ["gemma3_text", "gpt_oss", "gpt2", "qwen3_moe", "glm4", "smollm3", "phi3", "cohere2", "olmo3"]
 WINDOWS = ["gemma3_text", "olmo3", "cohere2", "llama4_text"]
@@ -45,7 +46,7 @@ def memory_after(model: Any, *passes: int) -> MemoryReport:
         cache = session.new_cache()
         for count in passes:
             ids = torch.randint(3, model.config.vocab_size, (2, count))
-            model(ids, past_key_values=cache, use_cache=True)
+            model(ids, **with_cache(cache))
         return cache.memory()
 
 
@@ -72,7 +73,7 @@ def check_bound(plan: MethodPlan, tokens: int) -> None:
         for count, context in ((tokens, tokens), (300, tokens + 300)):
             ids = torch.zeros(1, count, dtype=torch.int64, device=META)
             before = cache.memory().allocated_bytes
-            traced = peak_bytes(lambda ids=ids: model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1))
+            traced = peak_bytes(lambda ids=ids: model(ids, **with_cache(cache), logits_to_keep=1))
             passes = traced - (cache.memory().allocated_bytes - before)
             bound = pass_bound(plan.planned, count, context, 1, fused=False)
             assert passes <= bound, (count, context)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
+from kvcli.seam.versions import CACHE_ARGUMENT
+
 Steps = dict[str, Callable[..., Any]]
 
 
@@ -47,7 +49,7 @@ class Odd(nn.Module):
         return self.o_proj(x.flatten(2)), None
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
-        mask, cache = options.pop("attention_mask", None), options.pop("past_key_values", None)
+        mask, cache = options.pop("attention_mask", None), options.pop(CACHE_ARGUMENT, None)
         query, key, value = self.project(hidden_states)
         query, key = self.rotate(query, key, *position_embeddings)
         value = self.values(value, *position_embeddings)
@@ -94,7 +96,7 @@ def share_keys(odd: Odd, hidden_states: Tensor, position_embeddings: Any, **opti
         return Odd.forward(odd, hidden_states, position_embeddings, **options)
     query, key, _ = odd.project(hidden_states)
     query, _ = odd.rotate(query, key, *position_embeddings)
-    options.pop("past_key_values", None)
+    options.pop(CACHE_ARGUMENT, None)
     return odd.out(odd.attend(query, *first_layers, options.pop("attention_mask", None), **options))
 
 
@@ -116,7 +118,7 @@ def learned_prefix(odd: Odd, hidden_states: Tensor, position_embeddings: Any, **
     """Puts a learned key and value before those of the first pass."""
     query, key, value = odd.project(hidden_states)
     query, key = odd.rotate(query, key, *position_embeddings)
-    cache = options.get("past_key_values")
+    cache = options.get(CACHE_ARGUMENT)
     past = 0 if cache is None else cache.get_seq_length(odd.layer_idx)
     if not past:
         key, value = (torch.cat((torch.ones_like(x[:, :, :1]), x), dim=2) for x in (key, value))

@@ -25,6 +25,7 @@ from kvcli.models.fingerprint import differs
 from kvcli.rope import NoRope
 from kvcli.seam import identity
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 
 GROUPS = {"group_size": 16, "residual_length": 16}
 
@@ -84,7 +85,7 @@ def made(model: Any, device: str, name: str, settings: dict[str, int]) -> list[T
     inputs = padded(40, 23, device=device)
     with kvcli.attach(model, name, impl="reference", **settings) as session:
         cache = session.new_cache()
-        stock = model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        stock = model.generate(**inputs, **with_cache(cache), max_new_tokens=3, do_sample=False)
         assert cache.memory().num_encoded
         ours = session.generate(**inputs, mode="passes", prefill_chunk=16, sampling=SamplingConfig(3)).sequences
     return [stock.cpu(), ours.cpu()]
@@ -116,16 +117,16 @@ def test_a_cache_is_restored_to_the_device_of_the_layers() -> None:
     model, inputs = spread(llama(), "cpu:1", last="cpu:0"), padded(40, 23, device="cpu:0")
     with kvcli.attach(model, "kivi-2", impl="reference", **GROUPS) as session, torch.no_grad():
         cache, again = session.new_cache(), session.new_cache()
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **with_cache(cache))
         again.restore(cache.snapshot())
         assert {str(layer.store.keys.device) for layer in again.compressed} == {"cpu:0"}
         token = torch.full((2, 1), 5, device="cpu:0")
         mask = torch.cat((inputs["attention_mask"], torch.ones_like(token)), dim=1)
-        logits = [model(input_ids=token, attention_mask=mask, past_key_values=x).logits.cpu() for x in (cache, again)]
+        logits = [model(input_ids=token, attention_mask=mask, **with_cache(x)).logits.cpu() for x in (cache, again)]
     assert torch.equal(*logits)
 
 
 def test_layers_that_rotate_themselves_need_the_rotation_beside_them() -> None:
     model, said = spread(make("gemma3_text"), "cpu:1", last="cpu:0"), "rotates by itself is on another device"
     with kvcli.attach(model, "fp16", impl="reference", **WINDOW) as session, pytest.raises(ModelError, match=said):
-        model(**padded(20, device="cpu:0"), past_key_values=session.new_cache())
+        model(**padded(20, device="cpu:0"), **with_cache(session.new_cache()))

@@ -24,6 +24,7 @@ from kvcli.registry import get_method
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.seam.probe import FULL, HYBRID, probe
+from kvcli.seam.versions import with_cache
 
 ALL = [x for x in FULL + HYBRID if x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 METHODS = ("commvq-2", "kivi-2", "squat-2", "squat-pre-2", "qjl")
@@ -57,7 +58,7 @@ def test_rotated_keys_are_those_of_stock(family: str) -> None:
 
     stock = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=text, past_key_values=stock, use_cache=True)
+        model(input_ids=text, **with_cache(stock))
         with Seam(model, attend) as seam:
             model(input_ids=text, use_cache=False)
     spec = seam.attention.spec
@@ -95,7 +96,7 @@ def test_methods_fit_and_generate(family: str, name: str, recording: Callable[[s
         compressed = session.new_cache()
         with torch.no_grad():
             for part in ids(2, 44).split((40, 1, 1, 1, 1), dim=1):
-                assert model(input_ids=part, past_key_values=compressed, use_cache=True).logits.isfinite().all()
+                assert model(input_ids=part, **with_cache(compressed)).logits.isfinite().all()
     assert compressed.memory().num_encoded > 0
 
 

@@ -12,6 +12,7 @@ from families import make
 import kvcli
 from kvcli.eval.quality import measure, reference_states
 from kvcli.seam.decoder import backbone, logits_of
+from kvcli.seam.versions import with_cache
 
 SCALED = {
     "granite": {"logits_scaling": 4.0},
@@ -51,7 +52,7 @@ def test_quality_is_of_the_models_own_logits(family: str) -> None:
     theirs = model(ids).logits.log_softmax(-1)
     with session() as attached:
         cache = attached.new_cache()
-        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(16, dim=1)]
+        parts = [model(x, **with_cache(cache)).logits for x in ids.split(16, dim=1)]
     ours = torch.cat(parts, dim=1).log_softmax(-1)
     expected = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     assert kl == pytest.approx(float(expected), rel=1e-2)

@@ -16,12 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvcli
 from kvcli.errors import KvcliError, UnsupportedModelError
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 
 
 @torch.no_grad()
 def logits(model: Any, cache: Any, *parts: int) -> Tensor:
     tokens = torch.randint(3, 97, (1, sum(parts)), generator=torch.Generator().manual_seed(0)).split(parts, dim=1)
-    return torch.cat([model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in tokens], dim=1)
+    return torch.cat([model(input_ids=x, **with_cache(cache)).logits for x in tokens], dim=1)
 
 
 @pytest.mark.parametrize("parts", [(33, 1, 1, 1), (7, 9, 17, 1, 1, 1)], ids=["prompt", "chunks"])

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import kvcli
 from kvcli.errors import CacheError, ModelError, UnsupportedModelError
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 
 SHORT_WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
 
@@ -21,7 +22,7 @@ SHORT_WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
 @torch.no_grad()
 def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **settings: Any) -> torch.Tensor:
     torch.manual_seed(7)
-    return model.generate(**inputs, past_key_values=cache, **{"max_new_tokens": 24, "do_sample": False, **settings})
+    return model.generate(**inputs, **with_cache(cache), **{"max_new_tokens": 24, "do_sample": False, **settings})
 
 
 @pytest.mark.parametrize("window", [SHORT_WINDOW, {}, {"residual_length": 0, "sink_length": 0}])
@@ -63,7 +64,7 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
     @torch.no_grad()
     def logits(cache: Any) -> list[torch.Tensor]:
-        return [model(**x, past_key_values=cache).logits[:, -1].float() for x in pieces]
+        return [model(**x, **with_cache(cache)).logits[:, -1].float() for x in pieces]
 
     expected = logits(DynamicCache(config=model.config))
     with kvcli.attach(model, "fp16", **SHORT_WINDOW) as session:
@@ -114,8 +115,8 @@ def test_padding_query_rows_give_zero_not_nan(tiny_model: Any, prompt: Any) -> N
     mask = torch.cat((inputs["attention_mask"], torch.tensor([[0, 0, 1], [1, 1, 1]])), dim=1)
     with kvcli.attach(tiny_model, "fp16", **SHORT_WINDOW) as session:
         cache = session.new_cache()
-        assert tiny_model(**inputs, past_key_values=cache).logits.isfinite().all()
-        assert tiny_model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits.isfinite().all()
+        assert tiny_model(**inputs, **with_cache(cache)).logits.isfinite().all()
+        assert tiny_model(input_ids=ids, attention_mask=mask, **with_cache(cache)).logits.isfinite().all()
 
 
 @torch.no_grad()
@@ -123,18 +124,18 @@ def test_crop_and_batch_operations(tiny_model: Any, prompt: Any) -> None:
     inputs, reference = prompt(30, 12), DynamicCache(config=tiny_model.config)
     tokens = torch.randint(3, 97, (2, 6), generator=torch.Generator().manual_seed(3))
     mask = torch.cat((inputs["attention_mask"], torch.ones_like(tokens)), dim=1)
-    tiny_model(**inputs, past_key_values=reference)
-    expected = tiny_model(input_ids=tokens[:, :4], attention_mask=mask[:, :34], past_key_values=reference).logits
+    tiny_model(**inputs, **with_cache(reference))
+    expected = tiny_model(input_ids=tokens[:, :4], attention_mask=mask[:, :34], **with_cache(reference)).logits
     with kvcli.attach(tiny_model, "fp16", **SHORT_WINDOW) as session:
         cache = session.new_cache()
-        tiny_model(**inputs, past_key_values=cache)
-        tiny_model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
+        tiny_model(**inputs, **with_cache(cache))
+        tiny_model(input_ids=tokens, attention_mask=mask, **with_cache(cache))
         cache.crop(-4)
         assert cache.get_seq_length() == 32
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([3, 0]))
         swapped = {"input_ids": tokens[:, 2:4].flip(0), "attention_mask": mask[:, :34].flip(0)}
-        actual = tiny_model(**swapped, past_key_values=cache).logits
+        actual = tiny_model(**swapped, **with_cache(cache)).logits
         with pytest.raises(CacheError, match="cannot remove"):
             cache.crop(-100)
         cache.reset()

@@ -21,6 +21,7 @@ from kvcli.errors import CacheError
 from kvcli.models.fingerprint import differs
 from kvcli.models.load import load_model
 from kvcli.registry import METHODS, get_method
+from kvcli.seam.versions import with_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -47,7 +48,7 @@ def test_two_gpus_make_the_tokens_of_one(name: str, impl: str, folder: Path) -> 
 
     def stock(model: Any, cache: Any) -> torch.Tensor:
         usual = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        return model.generate(**inputs, past_key_values=cache, **usual).cpu()
+        return model.generate(**inputs, **with_cache(cache), **usual).cpu()
 
     for model in (whole, split):
         with kvcli.attach(model, name, impl=impl, **SETTINGS.get(name, {})) as session:

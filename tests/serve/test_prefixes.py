@@ -15,6 +15,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.snapshot import Snapshot, join
 from kvcli.contexts import ContextStore
 from kvcli.registry import METHODS
+from kvcli.seam.versions import with_cache
 from kvcli.serve import prefixes as module
 from kvcli.serve.prefixes import Prefix, Prefixes, boundaries
 
@@ -62,9 +63,7 @@ def assert_equal(ours: Snapshot, theirs: Snapshot) -> None:
 def answer(maker: Maker, prefixes: Prefixes, ids: Tensor, count: int = 6, **read: Any) -> tuple[list[int], Prefix]:
     """An answer as the engine makes it, and the prefix that it went on from, which is kept."""
     prefix = prefixes.read(ids, read.pop("owner", ""), read.pop("keep", True), lambda tokens: None)
-    made = maker.session.generate(
-        ids, sampling=SamplingConfig(count), past_key_values=prefix.cache, eos_token_id=[]
-    ).sequences
+    made = maker.session.generate(ids, sampling=SamplingConfig(count), cache=prefix.cache, eos_token_id=[]).sequences
     prefixes.keep(prefix)
     return made[0, ids.shape[1] :].tolist(), prefix
 
@@ -228,16 +227,16 @@ def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker])
     caches = []
     for ids in prompts:
         cache = session.new_cache()
-        session.generate(ids, max_new_tokens=1, past_key_values=cache, eos_token_id=[])
+        session.generate(ids, max_new_tokens=1, cache=cache, eos_token_id=[])
         caches.append(cache)
     alone = []
     for cache in caches:
         with torch.inference_mode():
-            alone.append(session.model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits[0, -1])
+            alone.append(session.model(input_ids=torch.tensor([[7]]), **with_cache(cache)).logits[0, -1])
     caches = []
     for ids in prompts:
         cache = session.new_cache()
-        session.generate(ids, max_new_tokens=1, past_key_values=cache, eos_token_id=[])
+        session.generate(ids, max_new_tokens=1, cache=cache, eos_token_id=[])
         caches.append(cache)
     joined = session.new_cache()
     joined.restore(join([cache.snapshot() for cache in caches]))
@@ -248,7 +247,7 @@ def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker])
             input_ids=torch.full((3, 1), 7),
             attention_mask=mask,
             position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=joined,
+            **with_cache(joined),
         ).logits[:, -1]
     torch.testing.assert_close(logits, torch.stack(alone), atol=2e-5, rtol=1e-4)
 

@@ -29,6 +29,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.models.fingerprint import text_identity
 from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
+from kvcli.seam.versions import with_cache
 from kvcli.storage.manifest import json_sha256
 
 
@@ -54,7 +55,7 @@ class Maker:
         """A cache with these tokens [count], read in chunks; `cache` holds the first of them."""
         cache = self.session.new_cache() if cache is None else cache
         for start in range(cache.get_seq_length(), len(ids), chunk):
-            self.loaded.model(ids[None, start : start + chunk], past_key_values=cache, use_cache=True)
+            self.loaded.model(ids[None, start : start + chunk], **with_cache(cache))
         return cache
 
     def snapshot(self, ids: Tensor, chunk: int = 32) -> Snapshot:
@@ -68,7 +69,7 @@ class Maker:
     def greedy(self, cache: CompressedCache, prompt: Tensor, count: int = 12) -> list[int]:
         """Tokens that follow a prompt [count], of which the cache holds the first."""
         sampling = SamplingConfig(count)
-        made = self.session.generate(prompt[None], sampling=sampling, past_key_values=cache, eos_token_id=[])
+        made = self.session.generate(prompt[None], sampling=sampling, cache=cache, eos_token_id=[])
         return made.sequences[0, len(prompt) :].tolist()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvcli
+from kvcli.seam.versions import with_cache
 
 NEW_TOKENS = 12
 WITHOUT_WINDOW = {"sink_length": 0, "residual_length": 0, "flush_block": 1}
@@ -49,7 +50,7 @@ def check(
     cache, rows = session.new_cache(), []
     with torch.no_grad():
         for start, stop in pairwise(cuts):
-            rows.append(model(sequence[:, start:stop], past_key_values=cache).logits[0, -1].float())
+            rows.append(model(sequence[:, start:stop], **with_cache(cache)).logits[0, -1].float())
     expected = torch.stack(rows[-len(answer.tokens) :]).log_softmax(-1)
     chosen = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
     if answer.logprobs is not None:

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kvcli
 from kvcli.errors import KvcliError
+from kvcli.seam.versions import with_cache
 
 BEGIN, END = "<!-- tests/support/model_table.py: begin -->", "<!-- tests/support/model_table.py: end -->"
 MAX_PARAMETERS = 3 * 10**7
@@ -117,7 +118,7 @@ def _logits(model: Any, cache: Any) -> torch.Tensor:
     """Of a prompt of 31 tokens and of three after it, one by one."""
     parts = torch.randint(3, 90, (1, 34), generator=torch.Generator().manual_seed(0)).split((31, 1, 1, 1), dim=1)
     with torch.no_grad():
-        return torch.cat([model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1)
+        return torch.cat([model(input_ids=x, **with_cache(cache)).logits for x in parts], dim=1)
 
 
 def replaced(page: str, new: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvcli
 from kvcli.cache.snapshot import Snapshot
+from kvcli.seam.versions import with_cache
 
 ROUNDS = (1, 5, 1, 17, 1)
 """Tokens of the passes after a restored cache took over."""
@@ -37,14 +38,14 @@ def go_on(model: Any, cache: Any, mask: Tensor, rounds: tuple[int, ...] = ROUNDS
         mask = torch.cat((mask, mask.new_ones(len(mask), count)), dim=1)
         position = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
         tokens = ids(len(mask), count, seed + 100)
-        outputs.append(model(tokens, attention_mask=mask, position_ids=position, past_key_values=cache).logits)
+        outputs.append(model(tokens, attention_mask=mask, position_ids=position, **with_cache(cache)).logits)
     return outputs
 
 
 @torch.no_grad()
 def read(model: Any, cache: Any, mask: Tensor) -> None:
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    model(ids(*mask.shape), attention_mask=mask, position_ids=position, past_key_values=cache)
+    model(ids(*mask.shape), attention_mask=mask, position_ids=position, **with_cache(cache))
 
 
 def filled(session: Any, *lengths: int) -> Any:
@@ -65,7 +66,7 @@ def assert_equal(first: Snapshot, second: Snapshot) -> None:
 
 def greedy(model: Any, cache: Any = None, count: int = 12) -> Tensor:
     """A prompt of 30 tokens and more, by the model's own `generate`."""
-    return model.generate(ids(1, 30), past_key_values=cache, max_new_tokens=count, do_sample=False)
+    return model.generate(ids(1, 30), **with_cache(cache), max_new_tokens=count, do_sample=False)
 
 
 def assert_same_tokens(model: Any, expected: Tensor) -> None:
@@ -81,5 +82,5 @@ def generated(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any
     """Twelve more tokens by the model's own `generate`, and the logits that they were chosen by."""
     usual = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     both = {"return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(**inputs, past_key_values=cache, **usual, **both, **settings)
+    made = model.generate(**inputs, **with_cache(cache), **usual, **both, **settings)
     return made.sequences, torch.stack(made.logits)

@@ -13,6 +13,7 @@ from kvcli.integrations.lmcache.chunk import ChunkCodec
 from kvcli.integrations.lmcache.served import Served
 from kvcli.registry import make_config, parse_method
 from kvcli.rope import Rope
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 SPEC = make_spec()
@@ -43,7 +44,7 @@ def real_chunks(model: Any, length: int, num_tokens: int = 512) -> list[Tensor]:
     cache = DynamicCache()
     tokens = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        model(tokens, past_key_values=cache)
+        model(tokens, **with_cache(cache))
     keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
     chunks = torch.stack((keys, values)).transpose(2, 3).flatten(3).split(length, dim=2)
     return [x.clone(memory_format=torch.contiguous_format) for x in chunks]
