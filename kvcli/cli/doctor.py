@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,10 +19,10 @@ from kvcli.commands.sizes import size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, ModelError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
-from kvcli.registry import UNFITTED_METHOD
+from kvcli.registry import METHODS, UNFITTED_METHOD
 
 _CONTEXT = 512
-"""Tokens on which each method's kernels are compared with PyTorch."""
+"""Tokens of each method's pass, and on which its kernels are compared with PyTorch."""
 
 
 class Finding(NamedTuple):
@@ -56,14 +56,15 @@ def _packages() -> Iterator[Finding]:
     absent: dict[str, list[str]] = {}
     good: list[str] = []
     try:
-        lines = requires("kvcli") or []
+        about = metadata("kvcli")
     except PackageNotFoundError:
         yield Finding("packages", "missing", "kvcli runs from its sources: the versions that it needs are not known")
         return
-    for requirement in map(Requirement, lines):
+    extras = ["", *(extra for extra in about.get_all("Provides-Extra", []) if extra != "test")]
+    for requirement in map(Requirement, about.get_all("Requires-Dist", [])):
         name, marker = requirement.name, requirement.marker
-        extra = next((x for x in ("eval", "lmcache", "report") if f'extra == "{x}"' in str(marker)), "")
-        if marker and not marker.evaluate({"extra": extra}):
+        extra = next((x for x in extras if not marker or marker.evaluate({"extra": x})), None)
+        if extra is None:
             continue
         found = None
         with suppress(PackageNotFoundError):
@@ -123,7 +124,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _methods(output: Output) -> Iterator[Finding]:
-    """Every method that bench compares, on a small model: its kernels where they run, compared with PyTorch."""
+    """Every method on a small model: a pass, and its kernels where they run, compared with PyTorch."""
     import torch
 
     from kvcli.bench.layer import KernelCheck
@@ -133,14 +134,15 @@ def _methods(output: Output) -> Iterator[Finding]:
     gpu = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
     model = random_model("smollm2-135m" if gpu else "tiny", 1, device, dtype, 0)
-    names = default_methods()
+    known = default_methods()
+    names = [*known, *(name for name in METHODS if not any(x.startswith(name) for x in known))]
     with output.progress("methods", len(names), "methods") as advance:
         for name in names:
             case = MethodChoice(name).plus({} if gpu else {"group_size": 8})
             try:
-                check = KernelCheck(model, [case], "auto", 0)
-                agreement = check.agreement(case, _CONTEXT, 1)
-            except Exception as error:  # a kernel may fail in any way
+                _pass(model, case)
+                agreement = KernelCheck(model, [case], "auto", 0).agreement(case, _CONTEXT, 1)
+            except Exception as error:  # a kernel or another transformers may fail in any way
                 yield Finding(name, "broken", f"{type(error).__name__}: {error_text(error)}")
             else:
                 if agreement is None:
@@ -150,6 +152,23 @@ def _methods(output: Output) -> Iterator[Finding]:
                 else:
                     yield Finding(name, "broken", agreement.describe())
             advance(1)
+
+
+def _pass(model: Any, case: Any) -> None:
+    """Two tokens by transformers' own `generate`, and by that of a session from a cache that was saved and loaded."""
+    from tempfile import TemporaryDirectory
+
+    import torch
+
+    from kvcli.bench.model import open_session
+    from kvcli.seam.versions import with_cache
+
+    ids = torch.arange(_CONTEXT, device=model.device)[None] % model.config.vocab_size
+    with open_session(model, case, "auto", 0) as session, TemporaryDirectory() as folder:
+        cache, path = session.new_cache(), Path(folder) / "cache.safetensors"
+        ours = model.generate(ids, max_new_tokens=2, do_sample=False, **with_cache(cache))
+        cache.save(path)
+        session.generate(ours, max_new_tokens=2, cache=session.load_cache(path), eos_token_id=[])
 
 
 def env(options: EnvOptions, output: Output) -> None:

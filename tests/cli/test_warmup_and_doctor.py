@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,10 @@ def test_the_doctor_finds_methods_and_packages() -> None:
     code, found = findings("-q")
     assert code == 0
     assert f"torch {torch.__version__}" in found["packages"]["detail"]
-    assert {found[name]["state"] for name in ("kivi-2", "commvq-1", "qjl")} == {"ok"}
+    assert {found[name]["state"] for name in ("fp16", "kivi-2", "commvq-1", "qjl", "klt")} == {"ok"}
+    extras = {extra for extra in metadata("kvcli").get_all("Provides-Extra", []) if extra != "test"}
+    missing = {name for name, row in found.items() if name.startswith("kvcli[") and row["state"] == "missing"}
+    assert missing <= {f"kvcli[{extra}]" for extra in extras}
     assert ("GPU" in found) is not torch.cuda.is_available()
 
 
@@ -77,7 +81,7 @@ def test_a_broken_method_and_an_old_package_end_in_exit_code_1(monkeypatch: pyte
     monkeypatch.setattr(doctor, "version", lambda name: "0.1" if name == "torch" else "99")
     code, found = findings()
     assert code == 1
-    assert [what for what, row in found.items() if row["state"] == "broken"] == ["torch", "lmcache", "qjl"]
+    assert [what for what, row in found.items() if row["state"] == "broken"] == ["torch", "lmcache", "vllm", "qjl"]
     assert found["qjl"]["detail"] == "RuntimeError: no such instruction"
     assert found["torch"]["detail"] == "0.1; kvcli needs torch>=2.7"
 
