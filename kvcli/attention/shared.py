@@ -39,7 +39,7 @@ def new_cache(
     impl: str = "auto",
     **config: Any,
 ) -> CompressedCache:
-    """An empty cache for `past_key_values`; the model is attached while one of these caches lives.
+    """An empty cache for a call of the model, is attached while one of these caches lives.
 
     Caches of the same arguments share a session. When the last one is gone, the model is exactly as before. While one
     lives, the model takes no other caches: see `attach`, whose arguments these are.
@@ -48,7 +48,7 @@ def new_cache(
         UsageError: caches of other arguments live; others as of `attach`.
 
     Example:
-        >>> model.generate(**inputs, past_key_values=kvcli.new_cache(model, "kivi-2"))
+        >>> model.generate(**inputs, cache=kvcli.new_cache(model, "kivi-2"))
     """
     module: Any = model.model if isinstance(model, LoadedModel) else model
     made_by = MethodChoice.of(method, artifact, recipe, config), impl

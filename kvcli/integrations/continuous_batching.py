@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from math import lcm
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from kvcli.paged.pages import LayerEncoder, check_codecs
 from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import CACHE_ARGUMENT, NEWEST
 
 try:
     from transformers.generation.continuous_batching import cache as paged
@@ -43,8 +44,8 @@ try:
     _FULL: str = paged.FULL_ATTENTION
 except (ImportError, AttributeError) as error:
     raise UsageError(
-        f"continuous batching on codes needs transformers 5.18 to 5.23, whose classes of allocators it takes the place "
-        f"of: {error}"
+        f"continuous batching on codes needs transformers 5.18 to {NEWEST}, whose classes of allocators it takes the "
+        f"place of: {error}"
     ) from error
 
 _ALIGNMENT = 128
@@ -155,9 +156,13 @@ class CodesAllocator(FullAttentionCacheAllocator):
         """The blocks of a request, which is all that `attend` needs of where its tokens are."""
         return self.block_table[request_id][: -(-(past_length + query_length) // self.tokens_per_page)]
 
-    def update(self, *_: Any, **__: Any) -> Any:
-        """Is called by functions of attention other than ours, which are refused."""
-        raise UsageError("this cache holds codes; use it inside the block of `enable` in which it was made")
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """New tokens as they are: layers call it before our attention, up to 5.23 only other attention, refused."""
+        if CACHE_ARGUMENT != "cache" or self.session.model.config._attn_implementation not in _replaced:
+            raise UsageError("this cache holds codes; use it inside the block of `enable` in which it was made")
+        _updated.allocator = self
+        return key, value
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -231,6 +236,8 @@ _enabled: dict[int, tuple[Any, dict[str, Any]]] = {}
 """Configs of the models that are enabled by their ids, with arguments of `CodesAllocator`."""
 _replaced: dict[str, Callable[..., Any]] = {}
 """Functions of attention of transformers by their names, where ours take their place."""
+_updated = local()
+"""The allocator that the layer which attends in this thread has updated."""
 _lock = Lock()
 
 
@@ -256,8 +263,8 @@ def attend_paged(
     stock: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
 ) -> Any:
     """Attention of transformers: to codes by `CodesAllocator.attend`, of other layers and models by `stock`."""
-    cache = call.get("cache")
-    allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
+    cache = call.get("cache")  # before 5.24
+    allocator = vars(_updated).pop("allocator", None) if cache is None else cache.layer_to_allocator[module.layer_idx]
     if isinstance(allocator, CodesAllocator):
         return allocator.attend(module.layer_idx, query, key, value, **call), None
     return stock(module, query, key, value, mask, **call)

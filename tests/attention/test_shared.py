@@ -14,6 +14,7 @@ from transformers import pipeline
 
 import kvcli
 from kvcli.errors import CacheError, UsageError
+from kvcli.seam.versions import with_cache
 
 SETTINGS = {"group_size": 8, "residual_length": 8}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -27,10 +28,10 @@ def ids(prompt: Callable[..., dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
 def test_it_generates_as_a_session_and_the_model_is_as_before(tiny_model: Any, ids: dict[str, torch.Tensor]) -> None:
     stock, implementation = tiny_model.generate(**ids, **GREEDY), tiny_model.config._attn_implementation
     with kvcli.attach(tiny_model, "kivi-1", **SETTINGS) as session:
-        expected = tiny_model.generate(**ids, **GREEDY, past_key_values=session.new_cache())
+        expected = tiny_model.generate(**ids, **GREEDY, **with_cache(session.new_cache()))
     gc.disable()  # nothing but the last reference has to go
     try:
-        made = tiny_model.generate(**ids, **GREEDY, past_key_values=kvcli.new_cache(tiny_model, "kivi-1", **SETTINGS))
+        made = tiny_model.generate(**ids, **GREEDY, **with_cache(kvcli.new_cache(tiny_model, "kivi-1", **SETTINGS)))
         assert torch.equal(made, expected)
         assert tiny_model.config._attn_implementation == implementation
         assert torch.equal(tiny_model.generate(**ids, **GREEDY), stock)
@@ -43,13 +44,13 @@ def test_caches_of_one_choice_share_a_session_and_the_last_one_ends_it(
 ) -> None:
     first, second = (kvcli.new_cache(tiny_model, "kivi-2", **SETTINGS) for _ in range(2))
     assert first._codecs is second._codecs
-    tiny_model(**ids, past_key_values=first)
+    tiny_model(**ids, **with_cache(first))
     assert (first.get_seq_length(), second.get_seq_length()) == (40, 0)
     with pytest.raises(UsageError, match="the model has caches of 'kivi-2'; delete them before making others"):
         kvcli.new_cache(tiny_model, "rtn-4")
     del first
     gc.collect()
-    tiny_model(**ids, past_key_values=second)
+    tiny_model(**ids, **with_cache(second))
     with pytest.raises(CacheError, match="while a model is attached"):
         tiny_model(**ids)
     del second
@@ -63,6 +64,6 @@ def test_a_pipeline_takes_it() -> None:
     make = pipeline("text-generation", model=model, tokenizer=byte_tokenizer())
     text = "the water cycle is " * 3
     with kvcli.attach(model, "kivi-2", **SETTINGS) as session:
-        expected = make(text, **GREEDY, past_key_values=session.new_cache())
-    assert make(text, **GREEDY, past_key_values=kvcli.new_cache(model, "kivi-2", **SETTINGS)) == expected
+        expected = make(text, **GREEDY, **with_cache(session.new_cache()))
+    assert make(text, **GREEDY, **with_cache(kvcli.new_cache(model, "kivi-2", **SETTINGS))) == expected
     make(text, **GREEDY)
