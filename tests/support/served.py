@@ -23,10 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
-from kvcli.integrations.continuous_batching import enable
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
-from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.engine import Engine
 from kvcli.serve.prefixes import Prefixes
 from kvcli.text.prompts import chat_ids
@@ -176,6 +174,9 @@ def serving(
 @contextmanager
 def serving_together(method: str = "rtn-2", model: Any = None, **options: Any) -> Iterator[Served]:
     """A server whose requests run in the same passes."""
+    from kvcli.integrations.continuous_batching import enable
+    from kvcli.serve.continuous import ContinuousEngine
+
     loaded = tiny(model)
     with enable(loaded, method):
         engine = ContinuousEngine(loaded, **options, say=print)
