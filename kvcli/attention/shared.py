@@ -39,7 +39,7 @@ def new_cache(
     impl: str = "auto",
     **config: Any,
 ) -> CompressedCache:
-    """An empty cache for a call of the model, is attached while one of these caches lives.
+    """An empty cache for a call of the model, which is attached while one of these caches lives.
 
     Caches of the same arguments share a session. When the last one is gone, the model is exactly as before. While one
     lives, the model takes no other caches: see `attach`, whose arguments these are.
