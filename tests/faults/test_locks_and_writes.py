@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,26 +34,29 @@ def test_a_folder_has_one_writer(copy: Path) -> None:
         artifact.save(copy / "artifact", overwrite=True)
 
 
-@pytest.fixture
-def _small_files() -> Iterator[None]:
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Not as long as a test is set up and told of: pytest may write to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("_small_files")
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
     """Fault (kills): disk full, `ulimit -f`, quota. Result: one line that names the file; no temporary file stays."""
     big = {"x": torch.zeros(2000)}
     with (
+        small_files(),
         pytest.raises(OSError, match=r"File too large: '.*a.safetensors'"),
         replacing(tmp_path / "a.safetensors") as path,
     ):
         save_file(big, path)
-    with pytest.raises(OSError, match=r"File too large: '.*b.json'"):
+    with small_files(), pytest.raises(OSError, match=r"File too large: '.*b.json'"):
         write_sealed(tmp_path / "b.json", {"x": "y" * 2000})
-    with pytest.raises(OSError, match=r"File too large: '.*c.jsonl'"):
+    with small_files(), pytest.raises(OSError, match=r"File too large: '.*c.jsonl'"):
         append_record(tmp_path / "c.jsonl", {"x": "y" * 2000})
     assert not list(tmp_path.glob("*.tmp"))
 
