@@ -15,6 +15,7 @@ from kvcli.cli.command import Command
 from kvcli.cli.output import Output, Stage, duration
 from kvcli.commands.options import ComputeOptions
 from kvcli.commands.sizes import size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.eval import kl
 from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
@@ -106,16 +107,10 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = round(time.perf_counter() - started, 1)
 
 
-def _table(record: dict[str, Any]) -> Any:
-    from rich.table import Table
-
+def _table(record: dict[str, Any]) -> DataTable:
     memory, label = record[DEFAULT_METHOD]["memory"], get_method(DEFAULT_METHOD).paper.partition(",")[0]
     stages = ", ".join(f"{stage} {duration(value)}" for stage, value in record["seconds"].items())
-    title = f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}"
-    table = Table(title=title, title_justify="left", show_header=False, show_lines=True)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in (
+    rows = (
         ("prompt", f"{record[BASELINE]['prompt_tokens']} tokens, ending in: …{record['prompt'][-320:]}"),
         (BASELINE, record[BASELINE]["text"].strip()),
         (label, record[DEFAULT_METHOD]["text"].strip()),
@@ -131,9 +126,9 @@ def _table(record: dict[str, Any]) -> Any:
         ),
         ("KL to fp16", f"{record['kl_mean']:.4f} nats per token, {100 * record['flips']:.1f} % of top tokens flip"),
         ("time (m:ss)", f"{stages}; in all {duration(sum(record['seconds'].values()))}"),
-    ):
-        table.add_row(name, text)
-    return table
+    )
+    title = f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}"
+    return DataTable(title, ("", " "), rows, text_columns=2, prose=(" ",))
 
 
 COMMAND = Command("demo", DemoOptions, run, "kvcli demo", resumes=True, saves_memory="lower --tokens")

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -32,6 +33,9 @@ from kvcli.storage.ranks import ALONE, Ranks
 
 _PLAIN_SECONDS = 10.0
 """Between two lines of progress, where there is no terminal."""
+
+_BLANKS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160), *range(8234, 8239), *range(8294, 8298)), " ")
+"""Characters that a terminal obeys, but for tabs and ends of lines, are blanks: texts of models and of others."""
 
 
 class Output:
@@ -61,34 +65,38 @@ class Output:
 
     def warn(self, line: str) -> None:
         if not self.ranks.rank:
-            self.console.print(line, markup=False, soft_wrap=True)
+            self._line(line)
 
     def error(self, line: str) -> None:
         """Writes to stderr directly: rich's console may hold its lock when Ctrl-C arrives."""
         if sys.stderr is not None:
-            sys.stderr.write(f"{f'rank {self.ranks.rank}: ' if self.ranks.rank else ''}error: {line}\n")
+            rank = f"rank {self.ranks.rank}: " if self.ranks.rank else ""
+            sys.stderr.write(f"{rank}error: {line.translate(_BLANKS)}\n")
             sys.stderr.flush()
 
     def detail(self, line: str) -> None:
         if self.verbose:
-            self.console.print(line, style="dim", markup=False, soft_wrap=True)
+            self._line(line, "dim")
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """The settings in effect, on one line."""
         if not self.quiet:
             texts = {name: str(value) for name, value in values.items() if value is not None}
             shown = ", ".join(f"{name}={x if x.isprintable() else repr(x)}" for name, x in texts.items())
-            self.console.print(f"settings: {shown}", style="dim", markup=False, soft_wrap=True)
+            self._line(f"settings: {shown}", "dim")
+
+    def _line(self, line: str, style: str = "") -> None:
+        self.console.print(line.translate(_BLANKS), style=style, markup=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """A piece of streamed data; OutputError: standard output cannot be written."""
         if not self.as_json and not self.ranks.rank:
-            write_stdout(text)
+            write_stdout(text.translate(_BLANKS))
 
     def result(
         self,
         record: Mapping[str, Any],
-        human: str | DataTable | RenderableType | list[str | DataTable] | None = None,
+        human: str | DataTable | list[str | DataTable] | None = None,
         following: Sequence[Any] = (),
     ) -> None:
         """Prints the command's result: `record` with --json, else `human`, or each of a list.
@@ -105,16 +113,17 @@ class Output:
             for part in human if isinstance(human, list) else [human]:
                 self._print(part)
 
-    def _print(self, human: str | DataTable | RenderableType | None) -> None:
+    def _print(self, human: str | DataTable | None) -> None:
         if isinstance(human, str):
-            write_stdout(human + "\n")
+            write_stdout(human.translate(_BLANKS) + "\n")
         elif human is not None:
             screen = Console(highlight=False)
-            natural = human.width if isinstance(human, DataTable) else 0
-            width = screen.width if screen.is_terminal else max(200, natural)
+            rows = [[cell.translate(_BLANKS) for cell in row] for row in human.rows]
+            human = replace(human, title=human.title.translate(_BLANKS), rows=rows)
+            width = screen.width if screen.is_terminal else max(200, human.width)
             text = StringIO()
             console = Console(file=text, highlight=False, width=width, force_terminal=screen.is_terminal)
-            console.print(human.fitted(width) if isinstance(human, DataTable) else human)
+            console.print(human.fitted(width))
             write_stdout(text.getvalue())
 
     @contextmanager

@@ -55,7 +55,8 @@ class DataTable:
 
     def markdown(self) -> str:
         """The table in Markdown, without its title."""
-        cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.columns, *self.rows))
+        shown = str.maketrans({"|": "\\|", "<": "&lt;", "\n": " "})
+        cells = ([cell.translate(shown) for cell in row] for row in (self.columns, *self.rows))
         header, *rows = (f"| {' | '.join(line)} |\n" for line in cells)
         return "".join((header, f"|{'---|' * len(self.columns)}\n", *rows))
 
@@ -73,7 +74,7 @@ class DataTable:
                 lines.append(Text(name, style="bold"))
                 lines += [Text(f"  {column}: {cell}") for column, cell in zip(self.columns[1:], cells, strict=True)]
             return Group(*lines)
-        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        table = Table(title=Text(self.title, style="table.title"), title_justify="left", caption_justify="left")
         if omitted:
             table.caption = f"left out for lack of width: {', '.join(omitted)}; --json has all"
         widths = {column: self._shortest(column) for column in shown}

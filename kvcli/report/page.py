@@ -267,9 +267,10 @@ def markdown(sections: Sequence[Section]) -> str:
     """The same tables, notes and commands as Markdown."""
     parts = ["# kvcli report"]
     for section in sections:
-        parts += [f"## {section.title}", section.about, "\n".join(f"- {note}" for note in section.notes)]
+        words = f"## {section.title}", section.about, "\n".join(f"- {note}" for note in section.notes)
+        parts += [x.replace("<", "&lt;") for x in words]
         for table in filter(None, (section.table, answers(section.rows))):
-            parts += [f"{table.title}:", table.markdown().rstrip()]
+            parts += [f"{table.title}:".replace("<", "&lt;"), table.markdown().rstrip()]
         commands = "\n".join(f"$ {command}" for command in section.commands)
         parts += [f"```console\n{commands}\n```"] if commands else []
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -16,6 +16,7 @@ from kvcli.cli.command import describe_error, model_argument, try_method
 from kvcli.cli.output import Output, duration
 from kvcli.cli.suites import last_method
 from kvcli.commands.sizes import size
+from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError
 
 
@@ -43,6 +44,17 @@ class OutOfMemoryError(RuntimeError):
 def test_error_table(error: BaseException, code: int, said: str) -> None:
     actual, line = describe_error(error)
     assert (actual, said in line, "\n" in line) == (code, True, False)
+
+
+def test_what_others_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text, output = "a\x1b[1mb\x07\x9b1mc\u202ed\te\n[/f]", Output(verbose=True)
+    for say in (output.say, output.warn, output.detail, output.error, output.write):
+        say(text)
+    output.settings({"prompt": text})
+    output.result({}, [text, DataTable(text, ("", "x"), [[text, text]])])
+    out, err = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*out, *err}
+    assert "a [1mb  1mc d\te\n[/f]" in out
 
 
 def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

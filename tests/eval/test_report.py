@@ -146,7 +146,7 @@ def test_what_records_say_is_text(measured: Path) -> None:
     assert "<i>" not in text
     assert html.escape("alert(1)</script> | x") in text
     result("report", "rows.jsonl", "--format", "md")
-    assert "alert(1)</script> \\| x |" in Path("report.md").read_text()
+    assert "alert(1)&lt;/script> \\| x |" in Path("report.md").read_text()
 
 
 def test_answers_are_marked_where_they_begin_to_be_wrong(measured: Path) -> None:
