@@ -8,13 +8,14 @@ from typing import Any
 
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions
-from kvcli.errors import KvcliError, UsageError
+from kvcli.errors import KvcliError, UsageError, error_text
 
 
 def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator[str], output: Output) -> None:
     """Sends each line with all messages before it, and writes the reply as it comes; `/exit` ends.
 
-    UsageError: options that are the server's, or no package `openai`; KvcliError: no server answers, or it refuses.
+    UsageError: options that are the server's, or no package `openai`; KvcliError: no server answers, it refuses, or
+    what it says is not of this API.
     """
     ours = {"url", "system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"}
     if others := sorted(options.model_fields_set - ours):
@@ -45,8 +46,13 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
                 for choice in event.choices:
                     pieces.append(choice.delta.content or "")
                     output.write(pieces[-1])
+            if not pieces:
+                raise ValueError("nothing was replied")
             output.write("\n")
             messages.append({"role": "assistant", "content": "".join(pieces)})
-    except openai.APIError as error:
-        raise KvcliError(f"{url}: {' '.join(str(error).split())}") from error
+    except (KvcliError, OSError):  # of the standard streams
+        raise
+    except Exception as error:  # of answers, openai checks little
+        what = "" if isinstance(error, openai.APIError) else f"no answer of an OpenAI API ({type(error).__name__}) "
+        raise KvcliError(f"{url}: {what}{error_text(error)[:250]}") from error
     output.result({"url": url, "model": model, "messages": messages, "turns": usages})

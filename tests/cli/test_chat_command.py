@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -199,3 +201,36 @@ def test_a_conversation_with_a_server() -> None:
         assert [turn["new_tokens"] for turn in made["turns"]] == [5, 5]
         assert "--method is for the server" in refused("chat", "--url", url, "--method", "kivi-2", stdin="Hello\n")
     assert "Connection error" in refused("chat", "--url", url, code=1, stdin="Hello\n")
+
+
+@pytest.mark.parametrize("models", ["<html></html>", "[]", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])
+def test_what_another_server_answers_is_one_line(models: str) -> None:
+    assert "no answer of an OpenAI API" in _refused_of(models, "")
+
+
+@pytest.mark.parametrize("reply", ["", "{}", "data: {}\n\n", "data: [1]\n\n", "data: {\n\n"])
+def test_a_reply_in_another_form_is_one_line(reply: str) -> None:
+    assert "no answer of an OpenAI API" in _refused_of('{"data": [{"id": "m"}]}', reply)
+
+
+def _refused_of(models: str, reply: str) -> str:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = (models if self.command == "GET" else reply).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html" if body[:1] == b"<" else "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        done = refused("chat", "--url", f"http://127.0.0.1:{server.server_port}", code=1, stdin="Hello\n")
+        server.shutdown()
+    return done
