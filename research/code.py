@@ -30,7 +30,7 @@ _STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 class CodeOptions(ComparedOptions):
     """Options of `python -m research eval code`."""
 
-    allow_code_execution: bool = Field(default=False, description="run programs that the model wrote, in a sandbox")
+    allow_code_execution: bool = Field(default=False, description="run what the model wrote; no guard against attacks")
     limit: int | None = Field(default=None, ge=1, description="first problems only; default: all 164")
     max_new_tokens: int = Field(default=512, ge=1, description="most tokens of a function")
 
