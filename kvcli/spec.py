@@ -198,10 +198,11 @@ def _check_size(name: str, value: Any) -> None:
 
 def general_fields(config: Any) -> dict[str, Any]:
     """The fields of a `ModelSpec` that have nothing to do with attention."""
+    positions = getattr(config, "max_position_embeddings", None)
     return {
         "family": config.model_type,
         "hidden_size": config.hidden_size,
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS,
+        "max_position_embeddings": _UNLIMITED_POSITIONS if positions is None else positions,
         "vocab_size": config.vocab_size,
     }
 
@@ -223,10 +224,12 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     parameters = getattr(config, "rope_parameters", None) or {}
     if isinstance(parameters.get(_FULL), Mapping):
         parameters = parameters[_FULL]
-    rope_type = parameters.get("rope_type", "default")
+    rope_type, fraction = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+    for name in ("short_factor", "long_factor"):
+        if len(parameters.get(name) or ()) not in (0, int(head_dim * fraction) // 2):
+            raise ValueError(f"{name} of RoPE has not a number for each pair of {head_dim * fraction:g} channels")
     if not parameters or rope_type not in STATIC_ROPE_TYPES or "mrope_section" in parameters:
         return no_rope(head_dim)
-    fraction = parameters.get("partial_rotary_factor") or 1.0
     if config.model_type in _WHOLE_HEAD or rope_type == "proportional":
         if fraction != 1.0 and rope_type not in ("default", "proportional"):
             what = f"RoPE type '{rope_type}' with partial_rotary_factor {fraction}"

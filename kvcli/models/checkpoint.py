@@ -25,6 +25,7 @@ AUTO = "auto"
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_FLOATS = ("F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SHOWN_NAMES = 3
 _AGAIN = "copy or download it again"
 _COPY_TOKENIZER = "copy the tokenizer's files from the original model"
@@ -45,7 +46,7 @@ def load_checkpoint(
         UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
     """
     config = read_config(folder)
-    _check_weight_files(folder)
+    _check_weight_files(folder, quantized=bool(getattr(config, "quantization_config", None)))
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise _cannot_load(folder, f"it has no tokenizer.json; {_COPY_TOKENIZER}")
     device_map: str | dict[str, str] | None = None
@@ -84,6 +85,7 @@ def read_config(folder: Path) -> Any:
     import transformers
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     path = folder / "config.json"
     if (folder / "adapter_config.json").is_file():
@@ -99,6 +101,8 @@ def read_config(folder: Path) -> Any:
         )
     with _explained(folder, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        if (how := getattr(config, "quantization_config", None)) and not AutoHfQuantizer.supports_quant_method(how):
+            raise ValueError(f"transformers knows no quantization '{how['quant_method']}'")
     config._attn_implementation = attention_implementation(config)  # a config may name kernels to be downloaded and run
     ModelSpec.from_config(config)
     return config
@@ -217,20 +221,26 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def _check_weight_files(folder: Path) -> None:
-    """Refuses weights that are not there or cut off; of a safetensors file, only the header is read."""
+def _check_weight_files(folder: Path, quantized: bool) -> None:
+    """Refuses weights that are not there, cut off, or that would be cast; of a safetensors file, the header is read."""
     from safetensors import SafetensorError, safe_open
 
     for name in _weight_files(folder):
         if not (folder / name).is_file():
             raise _cannot_load(folder, f"{name} is missing; {_AGAIN}")
-        if not name.endswith(".safetensors"):
-            continue
-        try:
-            with safe_open(folder / name, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise _cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / name, framework="pt") as file:
+                    kinds: dict[str, Any] = {x: file.get_slice(x).get_dtype() for x in file.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise _cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
+        else:
+            with _explained(folder, "its weights cannot be read"):
+                read = torch.load(folder / name, map_location="meta", weights_only=True)
+                kinds = {x: tensor.dtype for x, tensor in read.items()}
+        odd = (x for x, kind in kinds.items() if x.endswith(("weight", "_proj")) and kind not in _FLOATS)
+        if not quantized and (first := next(odd, None)):
+            raise _cannot_load(folder, f"{first} is of dtype {kinds[first]}, and config.json names no quantization")
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -243,5 +253,8 @@ def _weight_files(folder: Path) -> list[str]:
             shards = _read_json(folder, index).get("weight_map")
             if not isinstance(shards, dict) or not shards:
                 raise _cannot_load(folder, f"{index} names no files; {_AGAIN}")
-            return sorted({str(shard) for shard in shards.values()})
+            names = sorted({str(shard) for shard in shards.values()})
+            if outside := [shard for shard in names if Path(shard).name != shard]:
+                raise _cannot_load(folder, f"{index} names {outside[0]}, which is not in the folder")
+            return names
     raise _cannot_load(folder, "it has no weights; model.safetensors is missing")

@@ -26,6 +26,8 @@ from kvcli.spec import ModelSpec
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+F8 = torch.float8_e4m3fn
 Change = Callable[[Path], Any]
 
 
@@ -79,6 +81,12 @@ def file(name: str, content: str) -> Change:
 
 def renamed(name: str, new: str, *changes: Change) -> Change:
     return lambda folder: [(folder / name).rename(folder / new), *(change(folder) for change in changes)]
+
+
+def pickled_in_int8(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    torch.save({**tensors, O_PROJ: tensors[O_PROJ].to(torch.int8)}, folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
 
 
 def write_code(folder: Path, name: str = "evil.py") -> Path:
@@ -159,6 +167,13 @@ DAMAGES: list[tuple[Change, str]] = [
         f"{SHARDS[1]} is missing",
     ),
     (renamed(WEIGHTS, SHARDS[0], file(INDEX, '{"weight_map": []}')), f"{INDEX} names no files"),
+    (renamed(WEIGHTS, SHARDS[0], file(INDEX, '{"weight_map": {"x": "../x"}}')), f"{INDEX} names ../x, which is not in"),
+    *(
+        (weights(lambda x, dtype=dtype: x.update({O_PROJ: x[O_PROJ].to(dtype)})), f"{O_PROJ} is of dtype {name}, and")
+        for dtype, name in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.complex64, "C64"), (F8, "F8_E4M3"))
+    ),
+    (pickled_in_int8, f"{O_PROJ} is of dtype torch.int8, and"),
+    (config(quantization_config={"quant_method": "nobody"}), "transformers knows no quantization 'nobody'"),
     *(
         (lambda x, name=name: (x / name).unlink(), f"{IN_FOLDER}it has no  ... {name}")
         for name in ("config.json", "tokenizer.json", WEIGHTS)
@@ -224,7 +239,8 @@ def test_pickled_weights_are_read_as_data_only(folder: Path) -> None:
         *({"hidden_size": x} for x in (-64, None)),
         *({"head_dim": x} for x in (15, 2**63)),
         {"vocab_size": 0},
-        {"max_position_embeddings": "long"},
+        *({"max_position_embeddings": x} for x in ("long", 0)),
+        *({"rope_parameters": {**LONGROPE, x: [1.0] * 3}} for x in ("short_factor", "long_factor")),
         {"rope_parameters": {"rope_type": "default", "rope_theta": "hot"}},
         {"rope_parameters": 3},
     ],
