@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -117,14 +116,14 @@ class Output:
         if isinstance(human, str):
             write_stdout(human.translate(_BLANKS) + "\n")
         elif human is not None:
-            screen = Console(highlight=False)
+            console = Console(highlight=False)
             rows = [[cell.translate(_BLANKS) for cell in row] for row in human.rows]
             human = replace(human, title=human.title.translate(_BLANKS), rows=rows)
-            width = screen.width if screen.is_terminal else max(200, human.width)
-            text = StringIO()
-            console = Console(file=text, highlight=False, width=width, force_terminal=screen.is_terminal)
-            console.print(human.fitted(width))
-            write_stdout(text.getvalue())
+            if not console.is_terminal:
+                console.width = max(200, human.width)
+            with console.capture() as shown:
+                console.print(human.fitted(console.width))
+            write_stdout(shown.get())
 
     @contextmanager
     def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:
