@@ -59,9 +59,7 @@ def run(options: CompressOptions, output: Output) -> None:
         for source in sources:
             ids, notes = _tokens_of(loaded, source)
             notes |= chosen.notes
-            count, limit = ids.shape[1], loaded.spec.max_position_embeddings
-            if count > limit:
-                output.warn(f"warning: {count} tokens are more than the {limit} that {options.model} was trained on")
+            loaded.check_length(ids.shape[1], output.warn)
             record = {"source": source.name, **target.save(session, source, ids, notes, output)}
             records.append(record)
             origin = f", {record['reused_tokens']} of them from '{record['reused_from']}'"

@@ -78,9 +78,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         started = time.perf_counter()
         ids, cache, reused_from = _begin(loaded, session, prompt, context, options, output)
         load_s = read_s + time.perf_counter() - started if reused_from else 0.0
-        limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
-        if length > limit:
-            output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
+        loaded.check_length(ids.shape[1] + options.max_new_tokens, output.warn)
         if not options.chat:
             output.write(prompt)
         generation, _ = generate_text(

@@ -156,15 +156,13 @@ def _fetched(source: str, digest: str | None, scratch: str, output: Output) -> t
     free = shutil.disk_usage(scratch).free
 
     def fetch(name: str, most: int = free) -> Path:
+        if folder is not None:
+            return folder / name
         if url:
             return _download(f"{source}/{name}", Path(scratch, name), most, output)
-        if folder is not None:
-            path = folder / name
-            size = file_record(path)["bytes"]
-        else:
-            size = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit), timeout=_SECONDS).size
-        _check_size(name, size, most)
-        return path if folder is not None else Path(hf_hub_download(repo, name, revision=commit))
+        of_file = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit), timeout=_SECONDS)
+        _check_size(name, of_file.size, most)
+        return Path(hf_hub_download(repo, name, revision=commit))
 
     sums, files = fetch(SUMS, _LIST_BYTES).read_bytes(), {}
     if (found := hashlib.sha256(sums).hexdigest()) != (digest or found):

@@ -98,16 +98,10 @@ class TextOptions(ModelOptions):
         from kvcli.calibrate.corpus import documents, token_sequences
 
         sequences = token_sequences(documents(self.corpus_config()), loaded.tokenizer, count, length)
-        warn_beyond_positions(loaded, length, reporter)
+        loaded.check_length(length, reporter.warn)
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")
         return sequences
-
-
-def warn_beyond_positions(loaded: LoadedModel, length: int, reporter: Reporter) -> None:
-    """Says that so many tokens are more than the positions that the model was trained on, if they are."""
-    if length > (limit := loaded.spec.max_position_embeddings):
-        reporter.warn(f"warning: {length} tokens are more than the {limit} that {loaded.name} was trained on")
 
 
 class CorpusOptions(EvalOptions, TextOptions):
@@ -213,7 +207,7 @@ class EvalRun(Run):
         loaded = options.load(reporter)
         for case in self._cases:  # before anything is measured
             case.choice.check_model(loaded.spec, loaded.fingerprint)
-        warn_beyond_positions(loaded, max(getattr(options, "contexts", [0])), reporter)
+        loaded.check_length(max(getattr(options, "contexts", [0])), reporter.warn)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)
         shared = {

@@ -41,6 +41,11 @@ class LoadedModel:
         """`model`, `fingerprint` and `spec`, which identify the model in manifests, as plain JSON values."""
         return {"model": self.name, "fingerprint": self.fingerprint, "spec": self.spec.to_dict()}
 
+    def check_length(self, length: int, warn: Say) -> None:
+        """Warns of more tokens than the model was trained on."""
+        if length > (limit := self.spec.max_position_embeddings):
+            warn(f"warning: {length} tokens are more than the {limit} that {self.name} was trained on")
+
 
 def load_model(
     name: str = DEFAULT_MODEL,
