@@ -37,14 +37,3 @@ def say_nothing(line: str) -> None:
 def no_progress(label: str, total: int, unit: str) -> Iterator[Advance]:
     """A `Progress` for callers that show nothing."""
     yield lambda count: None
-
-
-class Silent:
-    """A `Reporter` that shows nothing."""
-
-    progress = staticmethod(no_progress)
-
-    def say(self, line: str) -> None:
-        """Shows nothing."""
-
-    warn = say

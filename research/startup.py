@@ -22,7 +22,7 @@ from kvcli.bench.suite import BenchRows, BenchSuite, Row, WholeModelOptions, ben
 from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError
-from kvcli.progress import Reporter
+from kvcli.progress import Reporter, no_progress
 from kvcli.registry import UNFITTED_METHOD
 
 if TYPE_CHECKING:
@@ -32,6 +32,17 @@ _NEW_TOKENS = 24
 """Enough that steps are captured."""
 
 _STATES = {"cold": "with an empty cache of kernels", "warm": "with a full one"}
+
+
+class Silent:
+    """A `Reporter` that shows nothing."""
+
+    progress = staticmethod(no_progress)
+
+    def say(self, line: str) -> None:
+        """Shows nothing."""
+
+    warn = say
 
 
 class StartupOptions(WholeModelOptions):
@@ -77,7 +88,6 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
     from kvcli.bench.model import attached, random_prompt, run_model
     from kvcli.commands.options import parse_settings
     from kvcli.kernels.compiled import compiled_kernels
-    from kvcli.progress import Silent
 
     options = StartupOptions(**json.loads(options_json))
     model = options.load_model(options.random_weights, Silent())[0].model

@@ -109,7 +109,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
             f"{sequences.numel()} tokens, {len(config.windows(loaded.spec))} layer window(s): {size(needed)} of disk "
             f"({size(free)} free)"
         )
-        provenance = {"corpus": corpus.provenance()}
+        provenance: dict[str, Any] = {"corpus": corpus.provenance()}
         if begins_with := beginning(loaded.tokenizer):
             provenance["begins_with"] = begins_with
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"

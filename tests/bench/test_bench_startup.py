@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from laboratory import run_research
 
-from kvcli.progress import Silent
 from research import startup
 
 TINY = ("--random-weights", "tiny", "--layers", "1", "--prompt-tokens", "60", "--device", "cpu")
@@ -48,6 +47,6 @@ def test_a_process_that_fails_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, t
     program.write_text("#!/bin/sh\necho 'Traceback' >&2\necho 'OutOfResources: shared memory' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    first, _ = startup.prepare(startup.StartupOptions(random_weights="tiny", method=["kivi-2"]), Silent()).rows
+    first, _ = startup.prepare(startup.StartupOptions(random_weights="tiny", method=["kivi-2"]), startup.Silent()).rows
     assert first.status == "failed"
     assert str(first.note).startswith("KvcliError: OutOfResources: shared memory")
