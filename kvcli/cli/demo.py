@@ -127,8 +127,7 @@ def _table(record: dict[str, Any]) -> DataTable:
         ("KL to fp16", f"{record['kl_mean']:.4f} nats per token, {100 * record['flips']:.1f} % of top tokens flip"),
         ("time (m:ss)", f"{stages}; in all {duration(sum(record['seconds'].values()))}"),
     )
-    title = f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}"
-    return DataTable(title, ("", " "), rows, text_columns=2, prose=(" ",))
+    return DataTable(f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}", ("", " "), rows, 2, prose=(" ",))
 
 
 COMMAND = Command("demo", DemoOptions, run, "kvcli demo", resumes=True, saves_memory="lower --tokens")

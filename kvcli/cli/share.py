@@ -31,7 +31,6 @@ _SUM = re.compile(r"([0-9a-f]{64})  (\w[\w .+=@,-]*)")
 _SUFFIXES = {"recipe": (".yaml", ".yml"), "context": (".safetensors",), "records": (".json", ".jsonl")}
 """By kind, of the one file that is shared; an artifact is two."""
 
-_LIST_BYTES = 4096
 _SECONDS = 10.0
 """How long a server may be silent."""
 
@@ -160,11 +159,10 @@ def _fetched(source: str, digest: str | None, scratch: str, output: Output) -> t
             return folder / name
         if url:
             return _download(f"{source}/{name}", Path(scratch, name), most, output)
-        of_file = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit), timeout=_SECONDS)
-        _check_size(name, of_file.size, most)
+        _check_size(name, get_hf_file_metadata(hf_hub_url(repo, name, revision=commit), timeout=_SECONDS).size, most)
         return Path(hf_hub_download(repo, name, revision=commit))
 
-    sums, files = fetch(SUMS, _LIST_BYTES).read_bytes(), {}
+    sums, files = fetch(SUMS, 4096).read_bytes(), {}
     if (found := hashlib.sha256(sums).hexdigest()) != (digest or found):
         raise KvcliError(f"{source} has the digest {found}, not {digest}")
     listed = {match[2]: match[1] for x in sums.decode(errors="replace").splitlines() if (match := _SUM.fullmatch(x))}

@@ -236,8 +236,7 @@ def _check_weight_files(folder: Path, quantized: bool) -> None:
                 raise _cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
         else:
             with _explained(folder, "its weights cannot be read"):
-                read = torch.load(folder / name, map_location="meta", weights_only=True)
-                kinds = {x: tensor.dtype for x, tensor in read.items()}
+                kinds = {x: y.dtype for x, y in torch.load(folder / name, "meta", weights_only=True).items()}
         odd = (x for x, kind in kinds.items() if x.endswith(("weight", "_proj")) and kind not in _FLOATS)
         if not quantized and (first := next(odd, None)):
             raise _cannot_load(folder, f"{first} is of dtype {kinds[first]}, and config.json names no quantization")
