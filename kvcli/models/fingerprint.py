@@ -103,9 +103,10 @@ def text_identity(tokenizer: Any) -> dict[str, str]:
 
     The vocabulary is read once per tokenizer: one that is changed in place keeps its checksum.
     """
+    if tokenizer is None:
+        return {"tokenizer": _sha256(""), "chat_template": ""}
     if tokenizer not in _VOCABULARIES:
-        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-        words = [f"{i} {word}" for word, i in sorted(vocabulary.items(), key=itemgetter(1))]
+        words = [f"{i} {word}" for word, i in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))]
         _VOCABULARIES[tokenizer] = _sha256("\n".join(words))
     template = getattr(tokenizer, "chat_template", None)
     return {"tokenizer": _VOCABULARIES[tokenizer], "chat_template": _sha256(str(template)) if template else ""}

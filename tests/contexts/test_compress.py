@@ -141,6 +141,7 @@ def test_tokenizers_and_templates_are_told_apart(loaded: Any) -> None:
     mine = text_identity(loaded.tokenizer)
     other = byte_tokenizer()
     assert text_identity(other) == {"tokenizer": mine["tokenizer"], "chat_template": ""}
+    assert text_identity(None)["chat_template"] == ""
     more = byte_tokenizer()
     more.add_tokens(["more"])
     assert text_identity(more)["tokenizer"] != mine["tokenizer"]
