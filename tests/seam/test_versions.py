@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from factories import WINDOW, make_model
 from passes import ids
 
@@ -58,13 +57,13 @@ def test_a_cache_that_checkpointing_leaves_on_is_refused(grad: bool) -> None:
 
 @pytest.mark.parametrize(("version", "newer"), [("5.4.0", False), (f"{NEWEST}.3", False), ("5.99.0.dev0", True)])
 def test_a_newer_version_is_used_with_a_line(monkeypatch: pytest.MonkeyPatch, version: str, newer: bool) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(versions.transformers, "__version__", version)
     with kvcli.attach(make_model("llama"), "fp16") as session:
         assert [f"transformers {version} is newer than {NEWEST}" in note for note in session.notes] == [True] * newer
 
 
 def test_a_transformers_with_another_name_is_refused_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "6.0.0")
+    monkeypatch.setattr(versions.transformers, "__version__", "6.0.0")
     monkeypatch.setattr(versions, "CACHE_ARGUMENT", "kv_cache")
     with pytest.raises(UnsupportedModelError, match=r"between the cache and attention; transformers 6\.0\.0 is newer"):
         kvcli.attach(make_model("llama"), "fp16")
