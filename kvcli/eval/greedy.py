@@ -106,14 +106,6 @@ def greedy(
     return tokens, cache
 
 
-def end_tokens(loaded: LoadedModel) -> set[int]:
-    """The tokens that end a text of the model."""
-    tokenizer: Any = loaded.tokenizer
-    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return {int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None}
-
-
 def continuations(
     loaded: LoadedModel,
     case: Case,
@@ -157,7 +149,7 @@ def answered(
     """
     tokenizer: Any = loaded.tokenizer
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    pieces, stop = [prompt.pieces for prompt in prompts], end_tokens(loaded)
+    pieces, stop = [prompt.pieces for prompt in prompts], loaded.end_tokens
 
     def text_of(index: int, tokens: list[int]) -> str:
         return text_after(tokenizer, pieces[index][-1], tokens)

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvcli.errors import UsageError, suggestion
-from kvcli.eval.greedy import end_tokens, greedy, read
+from kvcli.eval.greedy import greedy, read
 from kvcli.eval.suite import NewCache
 from kvcli.models.load import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
@@ -96,7 +96,7 @@ class CachedModel(TemplateLM):
                 text = text_after(self.tokenizer, ids, tokens)
                 return any(end in text for end in ends)
 
-            stop = end_tokens(self.loaded)
+            stop = self.loaded.end_tokens
             tokens, self.last_cache = greedy(
                 self.loaded, self.new_cache, [ids], limit, chunk=self.chunk, stop=stop, done=done
             )

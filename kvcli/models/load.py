@@ -37,6 +37,13 @@ class LoadedModel:
     spec: ModelSpec
     fingerprint: str
 
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a text: those of the model's generation config, and the tokenizer's."""
+        configured: Any = getattr(self.model.generation_config, "eos_token_id", None)
+        listed = configured if isinstance(configured, list) else [configured]
+        return sorted({int(x) for x in (*listed, getattr(self.tokenizer, "eos_token_id", None)) if x is not None})
+
     def identity(self) -> dict[str, Any]:
         """`model`, `fingerprint` and `spec`, which identify the model in manifests, as plain JSON values."""
         return {"model": self.name, "fingerprint": self.fingerprint, "spec": self.spec.to_dict()}

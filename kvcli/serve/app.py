@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcli.attention.generation import stop_tokens
 from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
@@ -168,7 +167,7 @@ class Server:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
-        ends = stop_tokens(self.loaded.model, None, None)[0]
+        ends = self.loaded.end_tokens
         answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send, ids[0].tolist())
         job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
         self.engine.submit(job)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.generation import SamplingConfig, stop_tokens
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError
@@ -95,8 +95,8 @@ class Conversation:
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
         )
-        sequences, stops = generated.sequences.cpu(), stop_tokens(self.session.model, None, None)[0]
-        has_stop = int(sequences[0, -1]) in stops  # the template ends a reply itself
+        sequences = generated.sequences.cpu()
+        has_stop = int(sequences[0, -1]) in self.loaded.end_tokens  # the template ends a reply itself
         self._rendered = rendered.replied(generation.text, sequences[:, : sequences.shape[1] - has_stop])
         self._length = self.cache.get_seq_length()
         return generation

@@ -136,6 +136,7 @@ def generate_text(
             ids,
             sampling=sampling,
             cache=cache,
+            eos_token_id=loaded.end_tokens,
             prefill_chunk=prefill_chunk,
             mode=mode,
             compile_layers=compile_layers,
