@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Unpack, get_args
 
 import torch
@@ -108,6 +109,11 @@ class Session:
             (backend if layer.layer_idx in self.layers else self._baseline).with_soft_cap(layer.soft_cap)
             for layer in self._seam.attention.layers
         ]
+
+    @property
+    def true_bits(self) -> float:
+        """Stored bits per key or value that is a code, scales and norms included, of all layers of full attention."""
+        return fmean(bits for codec in self.codecs for bits in codec.bits)
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, for one call of `generate` or the passes over one batch."""

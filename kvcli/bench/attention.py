@@ -74,13 +74,15 @@ FIGURES = {
 
 def timed(row: Row, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> Row:
     """The row with its times and the figures that follow from them; without `sdpa_us`, it is SDPA's own."""
+    from kvcli.methods.base import bits_per_value
+
     times, sdpa_us = vars(timing), row.figures.get("sdpa_us", timing.p50_us)
     return replace(row, note=timing.note).plus(
         encoded=tokens,
         sdpa_us=sdpa_us,
         speedup=None if sdpa_us is None else sdpa_us / timing.p50_us,
         stored_bytes=stored_bytes,
-        true_bits=8 * stored_bytes / (row.batch * tokens * 2 * kv_dim),
+        true_bits=bits_per_value(stored_bytes, row.batch * tokens * 2 * kv_dim),
         stored_gb_s=stored_bytes / timing.p50_us / 1e3,
         **{name: times[name] for name in FIGURES.keys() & times.keys()},
     )

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvcli.cache.content import put, take
 from kvcli.cache.context import Context
-from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
@@ -24,6 +24,7 @@ from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
 from kvcli.errors import CacheError
+from kvcli.methods.base import bits_per_value
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -317,9 +318,7 @@ class CompressedCache(Cache):
         buffers = [x for s in stores for x in (s.keys, s.values, s.key_codes.codes, s.value_codes.codes)]
         state = sum(store.state.nbytes for store in stores if store.state is not None)
 
-        def bits(used: int, coded: Counts, width: int) -> float:
-            return 8 * used / (sum(coded) * len(stores) * self.spec.num_kv_heads * width) if any(coded) else 0.0
-
+        heads = len(stores) * self.spec.num_kv_heads
         share = self._compressed_layers / len(self._codecs)  # the other codecs store 16 bits
         nominal_key, nominal_value = self.method.nominal_bits(self.spec, self.config)
         num_tokens = sum(self.sequences.lengths)
@@ -335,8 +334,8 @@ class CompressedCache(Cache):
             artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
             fp16_bytes=fp16_bytes,
             uncompressed_bytes=fp16_bytes * self._seam.model.dtype.itemsize // 2,
-            key_bits=bits(keys, counts.keys.coded, self.spec.head_dim),
-            value_bits=bits(values, counts.values.coded, self.spec.value_dim),
+            key_bits=bits_per_value(keys, sum(counts.keys.coded) * heads * self.spec.head_dim),
+            value_bits=bits_per_value(values, sum(counts.values.coded) * heads * self.spec.value_dim),
             nominal_bits=(nominal_key * share + 16 * (1 - share), nominal_value * share + 16 * (1 - share)),
             layers=self._compressed_layers,
             other_layers=self.spec.other_layers,

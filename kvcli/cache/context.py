@@ -36,6 +36,7 @@ from kvcli.cache.blocks import (
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError, KvcliError, error_text
+from kvcli.methods.base import bits_per_value
 from kvcli.registry import method_name
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
@@ -118,10 +119,9 @@ class ContextRecord(Sealed):
     @property
     def bits(self) -> tuple[float, float]:
         """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
-        counts, half = self.counts, max(1, self.values_per_token // 2)
-        keys, values = (max(1, sum(coded)) * half for coded in (counts.coded_keys, counts.coded_values))
+        half, keys, values = self.values_per_token // 2, self.counts.coded_keys, self.counts.coded_values
         key_bytes, value_bytes = (self.bytes_of.get(kind, 0) for kind in CODES)
-        return 8 * key_bytes / keys, 8 * value_bytes / values
+        return bits_per_value(key_bytes, sum(keys) * half), bits_per_value(value_bytes, sum(values) * half)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
 
     @property
+    def bits(self) -> tuple[float, float]:
+        """Stored bits per key and per value, scales and norms included."""
+        key, value = (codec.bits_per_token() / codec.spec.kv_dim for codec in (self.key, self.value))
+        return key, value
+
+    @property
     def offset(self) -> Tensor | None:
         """`key_offset` as [1, num_kv_heads, 1, head_dim]; None if all of it is 0."""
         stored = self.key_offset

@@ -20,6 +20,7 @@ from kvcli.cache.compressed import MemoryReport
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.layer import grown_capacity
 from kvcli.cache.sequences import positions_capacity
+from kvcli.methods.base import bits_per_value
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -130,9 +131,9 @@ class CachePlan:
 
     def layer_bits(self) -> list[tuple[float, float]]:
         """Stored bits per key and per value of each layer's codes, scales and norms included."""
-        key_dim, value_dim = self.spec.kv_dim, self.spec.num_kv_heads * self.spec.value_dim
+        key_dim, value_dim, bits = self.spec.kv_dim, self.spec.num_kv_heads * self.spec.value_dim, bits_per_value
         return [
-            (8 * x.key_group / x.key_tokens / key_dim, 8 * x.value_group / x.value_tokens / value_dim)
+            (bits(x.key_group, x.key_tokens * key_dim), bits(x.value_group, x.value_tokens * value_dim))
             for x in self.layers
         ]
 
@@ -172,8 +173,8 @@ class CachePlan:
             artifact_bytes=sum(x.fitted for x in self.layers),
             fp16_bytes=batch * tokens * spec.fp16_bytes_per_token(),
             uncompressed_bytes=batch * tokens * spec.fp16_bytes_per_token() * size // 2,
-            key_bits=8 * keys / (coded * len(self.layers) * key_dim) if coded else 0.0,
-            value_bits=8 * values / (coded_values * len(self.layers) * value_dim) if coded_values else 0.0,
+            key_bits=bits_per_value(keys, coded * len(self.layers) * key_dim),
+            value_bits=bits_per_value(values, coded_values * len(self.layers) * value_dim),
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,

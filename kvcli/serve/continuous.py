@@ -124,7 +124,7 @@ class ContinuousEngine:
         pages = cache.cache_allocators["full_attention"]
         self.session, self.num_tokens = pages.session, pages.num_blocks * pages.tokens_per_page
         self.method = method_name(self.session.method.name, dict(self.session.config))
-        self.bits = 8 * pages.bytes_per_block / (pages.tokens_per_page * len(pages.layer_indices) * 2 * spec.kv_dim)
+        self.bits = self.session.true_bits
         self.metrics = Metrics()
         self.metrics.waiting.set_function(lambda: self.num_waiting)
         self.metrics.hot_bytes.set_function(lambda: self.nbytes - cache.compute_free_capacity(relative=False))

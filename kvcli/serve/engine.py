@@ -101,7 +101,7 @@ class Engine:
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
         self.metrics.store_bytes.set_function(self.prefixes.store_bytes)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
-        self.method, self.bits = method_name(session.method.name, dict(session.config)), self.prefixes.true_bits()
+        self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
         self._session, self._max_waiting, self._max_batch, self._say = session, max_waiting, max_batch, say
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()

@@ -157,16 +157,6 @@ class Prefixes:
                 del self.hot[i:]
                 break
 
-    def true_bits(self) -> float:
-        """Bits per value of what is encoded, all scalars included, measured on a few tokens."""
-        length = self.unit + self.session.config.sink_length
-        cache = self.session.new_cache()
-        with torch.inference_mode():
-            ids = torch.zeros(1, length, dtype=torch.int64, device=self.session.model.device)
-            prefill(self.session.model, cache, ids, None, None)
-            self.session.flush(cache)
-        return cache.memory().true_bits
-
     @property
     def hot_bytes(self) -> int:
         """Bytes of the caches in memory."""
