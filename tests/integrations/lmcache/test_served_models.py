@@ -12,6 +12,7 @@ from chunks_made import decoded, real_chunks
 from factories import FAMILIES, make_model
 
 from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ChunkError, ConfigError, KvcliError
 from kvcli.integrations.lmcache.chunk import ChunkCodec, find_start
 from kvcli.integrations.lmcache.served import SerdeSettings, Served
@@ -105,6 +106,19 @@ def test_an_artifact_of_another_model_is_refused(artifact: Path, tmp_path: Path)
     make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "other")
     with pytest.raises(KvcliError, match="num_layers 3 instead of 2"):
         Served.load(SerdeSettings(model=str(tmp_path / "other"), artifact=str(artifact)))
+
+
+def test_bits_by_layer_of_a_recipe_are_of_the_whole_model(model_folder: Path, tmp_path: Path) -> None:
+    settings, recipe = {"k_bits": [4, 2, 1], "v_bits": 2, "group_size": 8}, tmp_path / "r.yaml"
+    Recipe(model="m", fingerprint="f", method="kivi", settings=settings).save(recipe)
+    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), recipe=str(recipe))))
+    sizes = [
+        SerdeSettings(model=str(model_folder), method=x, settings={"group_size": 8}) for x in ("kivi-1", "kivi-k4v2")
+    ]
+    least, most = (ChunkCodec(Served.load(x)).stored_bytes([[2, 3, 64, 32]], [torch.float16]) for x in sizes)
+    assert least < codec.stored_bytes([[2, 3, 64, 32]], [torch.float16]) < most
+    with pytest.raises(ChunkError, match="k_bits has 3 numbers, but 1 layers"):
+        codec.stored_bytes([[2, 1, 64, 32]], [torch.float16])
 
 
 @pytest.mark.gpu
