@@ -20,11 +20,9 @@ from kvcli.models.load import LoadedModel
 
 @dataclass
 class _Shared:
-    """A session, by what it was made, and how many of its caches live."""
-
     session: Session
     made_by: tuple[MethodChoice, str]
-    living: int = 1
+    living: int = 1  # caches
 
 
 _shared, _lock = WeakKeyDictionary[nn.Module, _Shared](), RLock()
