@@ -103,13 +103,13 @@ def text_identity(tokenizer: Any) -> dict[str, str]:
 
     The vocabulary is read once per tokenizer: one that is changed in place keeps its checksum.
     """
-    if tokenizer is None:
-        return {"tokenizer": _sha256(""), "chat_template": ""}
-    if tokenizer not in _VOCABULARIES:
+    if not hasattr(tokenizer, "get_vocab"):
+        vocabulary = _sha256("")
+    elif not (vocabulary := _VOCABULARIES.get(tokenizer, "")):
         words = [f"{i} {word}" for word, i in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))]
-        _VOCABULARIES[tokenizer] = _sha256("\n".join(words))
+        vocabulary = _VOCABULARIES[tokenizer] = _sha256("\n".join(words))
     template = getattr(tokenizer, "chat_template", None)
-    return {"tokenizer": _VOCABULARIES[tokenizer], "chat_template": _sha256(str(template)) if template else ""}
+    return {"tokenizer": vocabulary, "chat_template": _sha256(str(template)) if template else ""}
 
 
 def _sha256(text: str) -> str:
