@@ -18,7 +18,7 @@ import torch
 import kvcli
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.models.load import LoadedModel, load_model
-from kvcli.paged.windows import RESIDUAL_LENGTH
+from kvcli.paged.rings import RESIDUAL_LENGTH
 from kvcli.registry import parse_method
 
 NEW_TOKENS, NBYTES = 16, 2**28

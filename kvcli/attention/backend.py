@@ -26,26 +26,26 @@ class AttentionBackend:
     """The functions of one implementation; their arguments are those of `kvcli.attention.reference`.
 
     Attributes:
-        attend_codes: attention over codes, for at most `max_queries` queries per row.
-        attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
-        attend_new: `decoded.attend_new` of `many_queries` or more new tokens over each other, so that the window is
-            only what is older; None where `attend_window` takes it all.
-        decode_all: decodes all keys and values for `attend_window`, where there are fewer queries; None where it takes
-            attention over codes alone.
+        attend_codes: attention over codes, for at most `decode_threshold` queries per row.
+        attend_dequantized: the same for more queries: blocks of tokens are decoded once for all of them.
+        attend_prefill: `decoded.attend_prefill` of `prefill_threshold` or more new tokens over each other, so that the
+            window is only what is older; None where `attend_window` takes it all.
+        dequantize_all: decodes all keys and values for `attend_window`, where there are fewer queries; None where it
+            takes attention over codes alone.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
     """
 
     impl: str
     attend_codes: AttendCodes
-    attend_decoded: Callable[..., PartialAttention]
+    attend_dequantized: Callable[..., PartialAttention]
     attend_window: Callable[..., Tensor]
     rotate_and_append: Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
     unrotate: Unrotate
-    attend_new: Callable[..., PartialAttention] | None = None
-    decode_all: Callable[..., tuple[Tensor, Tensor] | None] | None = None
-    max_queries: int = sys.maxsize
-    many_queries: int = sys.maxsize
+    attend_prefill: Callable[..., PartialAttention] | None = None
+    dequantize_all: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    decode_threshold: int = sys.maxsize
+    prefill_threshold: int = sys.maxsize
     note: str | None = None
 
     def with_soft_cap(self, soft_cap: float | None) -> AttentionBackend:
@@ -54,17 +54,17 @@ class AttentionBackend:
             return self
         return replace(
             self,
-            attend_codes=partial(self.attend_decoded, soft_cap=soft_cap),
-            attend_decoded=partial(self.attend_decoded, soft_cap=soft_cap),
+            attend_codes=partial(self.attend_dequantized, soft_cap=soft_cap),
+            attend_dequantized=partial(self.attend_dequantized, soft_cap=soft_cap),
             attend_window=partial(self.attend_window, soft_cap=soft_cap),
-            attend_new=None if self.attend_new is None else partial(self.attend_new, soft_cap=soft_cap),
+            attend_prefill=None if self.attend_prefill is None else partial(self.attend_prefill, soft_cap=soft_cap),
         )
 
 
 REFERENCE = AttentionBackend(
     impl="reference",
     attend_codes=reference.attend_codes,
-    attend_decoded=reference.attend_codes,
+    attend_dequantized=reference.attend_codes,
     attend_window=reference.attend_window,
     rotate_and_append=reference.rotate_and_append,
     unrotate=reference.unrotate,
@@ -73,9 +73,9 @@ REFERENCE = AttentionBackend(
 
 def _attend_codes(fused: AttendCodes, codec: LayerCodec, *arguments: Any) -> PartialAttention:
     """Attention with kernels of the method, in layers whose keys and values are its codes."""
-    from kvcli.attention.decoded import attend_decoded
+    from kvcli.attention.decoded import attend_dequantized
 
-    return (attend_decoded if codec.plain else fused)(codec, *arguments)
+    return (attend_dequantized if codec.plain else fused)(codec, *arguments)
 
 
 def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, device: torch.device) -> AttentionBackend:
@@ -97,7 +97,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     check_device(device)
     from kvcli.attention import decoded, window_kernels
 
-    attend_codes: AttendCodes = decoded.attend_decoded
+    attend_codes: AttendCodes = decoded.attend_dequantized
     note: str | None = f"{method.name} has no attention kernel: blocks of codes are decoded and attended to"
     if method.attend_kernels is not None:
         kernels = import_module(method.attend_kernels)
@@ -115,13 +115,13 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     return AttentionBackend(
         impl="fused",
         attend_codes=attend_codes,
-        attend_decoded=decoded.attend_decoded,
+        attend_dequantized=decoded.attend_dequantized,
         attend_window=window_kernels.attend_window,
         rotate_and_append=window_kernels.rotate_and_append,
         unrotate=window_kernels.unrotate,
-        attend_new=decoded.attend_new,
-        decode_all=decoded.decode_all,
-        max_queries=window_kernels.MAX_QUERIES,
-        many_queries=decoded.MANY_QUERIES,
+        attend_prefill=decoded.attend_prefill,
+        dequantize_all=decoded.dequantize_all,
+        decode_threshold=window_kernels.DECODE_THRESHOLD,
+        prefill_threshold=reference.PREFILL_THRESHOLD,
         note=note,
     )

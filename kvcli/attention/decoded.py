@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kvcli.attention import chunk_kernels
+from kvcli.attention.reference import PREFILL_THRESHOLD
 from kvcli.kernels.launch import FP16_MAX
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 
@@ -19,11 +20,8 @@ _MIN_BLOCK_TOKENS = 1024
 _FEW_BLOCK_BYTES = 2**25
 """`_BLOCK_BYTES` of few queries, which take little time per block."""
 
-MANY_QUERIES = 64
-"""From this query length on, attention takes longer than the memory traffic around it."""
 
-
-def attend_decoded(
+def attend_dequantized(
     codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, soft_cap: float | None = None
 ) -> PartialAttention:
     """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
@@ -57,8 +55,8 @@ def attend_decoded(
     return state
 
 
-def decode_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tuple[Tensor, Tensor] | None:
-    """All keys and values, decoded as for `attend_decoded`; None if they are more than one of its blocks."""
+def dequantize_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tuple[Tensor, Tensor] | None:
+    """All keys and values, decoded as for `attend_dequantized`; None if they are more than one of its blocks."""
     dtype = torch.float16 if query.dtype == torch.bfloat16 else query.dtype
     if encoded.length > _block_tokens(codec, query):
         return None
@@ -68,7 +66,7 @@ def decode_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tupl
     return key, codec.value.decode_to(value_codes, None, dtype)
 
 
-def attend_new(
+def attend_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,7 +97,7 @@ def _extend(
 ) -> PartialAttention:
     """Adds keys that all sequences have to a state, in place if there is one, and returns it."""
     part = None
-    if query.shape[2] >= MANY_QUERIES and soft_cap is None:
+    if query.shape[2] >= PREFILL_THRESHOLD and soft_cap is None:
         part = fused_sdpa(query, key, value, scaling, causal=causal)
     if part is None:
         return chunk_kernels.extend(state, query, key, value, scaling, causal=causal, soft_cap=soft_cap)
@@ -111,7 +109,7 @@ def _extend(
 
 def _block_tokens(codec: LayerCodec, query: Tensor) -> int:
     """Tokens of a sequence that are decoded at once."""
-    budget = _BLOCK_BYTES if query.shape[2] >= MANY_QUERIES else _FEW_BLOCK_BYTES
+    budget = _BLOCK_BYTES if query.shape[2] >= PREFILL_THRESHOLD else _FEW_BLOCK_BYTES
     per_token = 2 * codec.key.spec.kv_dim * query.element_size()
     return max(_MIN_BLOCK_TOKENS, budget // (query.shape[0] * per_token))
 

@@ -85,19 +85,23 @@ def _attend_window_and_codes(
             rotations=forward.code_rotations(store.codec) if store.codec.needs_rotations else None,
             lengths=forward.code_lengths,
         )
-        if backend.max_queries < count < backend.many_queries and call.sinks is None and backend.decode_all is not None:
-            decoded = backend.decode_all(store.codec, query, encoded)
+        if (
+            backend.decode_threshold < count < backend.prefill_threshold
+            and call.sinks is None
+            and backend.dequantize_all is not None
+        ):
+            decoded = backend.dequantize_all(store.codec, query, encoded)
         if decoded is not None:
             return backend.attend_window(query, store.keys, store.values, window, scaling, None, decoded=decoded)
-        attend = backend.attend_codes if count <= backend.max_queries else backend.attend_decoded
+        attend = backend.attend_codes if count <= backend.decode_threshold else backend.attend_dequantized
         codes = attend(store.codec, query, encoded, scaling)
     if call.sinks is not None:  # keys of these logits, whose values are 0
         lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
         sinks = torch.zeros(*query.shape[:3], store.values.shape[3], device=query.device), lse
         codes = sinks if codes is None else merge_state(codes, sinks)
-    if count >= backend.many_queries and backend.attend_new is not None and isinstance(window.index, int):
+    if count >= backend.prefill_threshold and backend.attend_prefill is not None and isinstance(window.index, int):
         key, value = (window.read_new(x, count) for x in (store.keys, store.values))
-        codes = backend.attend_new(query, key, value, scaling, codes)
+        codes = backend.attend_prefill(query, key, value, scaling, codes)
         window = replace(window, length=window.length - count, index=window.index - 1)
     return backend.attend_window(query, store.keys, store.values, window, scaling, codes)
 

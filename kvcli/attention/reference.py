@@ -18,6 +18,9 @@ from kvcli.rope import Rotation
 
 _BLOCK_TOKENS = 4096
 _SCORE_ELEMENTS = 2**26
+PREFILL_THRESHOLD = 64
+"""From this query length on, attention takes longer than the memory traffic around it."""
+
 _FEW_ROWS = 32
 """Queries of a kv head up to which codes are multiplied as they are stored; more share the work of decoding them."""
 

@@ -180,7 +180,7 @@ class Session:
 
         devices = devices_of_layers(self.model)
         layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self.backends)]
-        width = chunk if chunk and chunk < self.backend.many_queries else None
+        width = chunk if chunk and chunk < self.backend.prefill_threshold else None
         return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width)
 
     @torch.inference_mode()

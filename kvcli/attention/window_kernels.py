@@ -23,7 +23,7 @@ from kvcli.kernels.splits import capped
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.rope import Rotation
 
-MAX_QUERIES = 8
+DECODE_THRESHOLD = 8
 """Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""
 
 _TILES = ((64, 64, 3), (64, 64, 2), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2))

@@ -317,9 +317,9 @@ def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int
         backend = replace(
             session.backend,
             attend_codes=no_codes,
-            attend_decoded=no_codes,
+            attend_dequantized=no_codes,
             attend_window=lambda query, *window: query.transpose(1, 2),
-            attend_new=None,
+            attend_prefill=None,
         )
         for layer in cache.compressed:
             new_tokens = NewTokens(layer, key, value)

@@ -96,7 +96,7 @@ def run(options: TuneOptions, output: Output) -> None:
     tokens, bases = parse_size(options.context) or 0, options.bases(output)
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
     fitted = [Case(x.name, MethodChoice.of(artifact=x, settings=window), options.impl) for x in options.artifact]
-    from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Judge, tune, widths_of
+    from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Objective, tune, widths_of
 
     loaded = options.load(output)
     most = options.max_bytes(tokens, tokens * loaded.spec.fp16_bytes_per_token())
@@ -112,8 +112,8 @@ def run(options: TuneOptions, output: Output) -> None:
     verdict = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
     total = search * texts[0].numel() + verdict * texts[1].numel()
     output.say(f"at most {search + verdict} measurements, of {total} tokens in all")
-    judge = Judge(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + verdict, total, output)
-    best, trials = tune(bases, fitted, judge)
+    objective = Objective(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + verdict, total, output)
+    best, trials = tune(bases, fitted, objective)
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
     best.recipe(loaded, text).save(path)

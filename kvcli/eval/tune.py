@@ -104,7 +104,7 @@ class Trial:
 
 
 @dataclass
-class Judge:
+class Objective:
     """Measures methods on texts, that of the search and that of the verdict: token ids, int64 [sequences, length].
 
     What the file `path` holds is not measured again. The `options` have `chunk` and `batch_size`; `count` measurements
@@ -187,14 +187,14 @@ def path_of(curves: Sequence[Curve]) -> list[list[int]]:
     return found
 
 
-def curves_of(base: Case, judge: Judge) -> list[Curve]:
+def curves_of(base: Case, objective: Objective) -> list[Curve]:
     """Bytes of the codes, and predicted loss, of the keys of each layer, then of the values."""
-    spec, curves = judge.loaded.spec, list[Curve]()
+    spec, curves = objective.loaded.spec, list[Curve]()
     layers, exact = range(spec.num_layers), [EXACT] * spec.num_layers
     for side, width in enumerate((spec.kv_dim, spec.num_kv_heads * spec.value_dim)):
 
         def trial(bits: list[int]) -> Trial:
-            return judge.trial(with_bits(base, exact + bits if side else bits + exact), verdict=False)  # noqa: B023
+            return objective.trial(with_bits(base, exact + bits if side else bits + exact), verdict=False)  # noqa: B023
 
         measured = {x: trial([x] * len(layers)) for x in widths_of(base.choice.method)}
         whole = {x: y for x, y in measured.items() if y.loss < RUINOUS or x == max(measured)}
@@ -208,12 +208,12 @@ def curves_of(base: Case, judge: Judge) -> list[Curve]:
     return curves
 
 
-def by_layer(base: Case, judge: Judge) -> list[Trial]:
+def by_layer(base: Case, objective: Objective) -> list[Trial]:
     """What was measured of a method: bits that are the same in all layers, and bits of each."""
-    layers, goal, found = judge.loaded.spec.num_layers, judge.goal, list[Trial]()
-    curves = curves_of(base, judge)
+    layers, goal, found = objective.loaded.spec.num_layers, objective.goal, list[Trial]()
+    curves = curves_of(base, objective)
     least, same = [min(curve) for curve in curves], product(curves[0], curves[-1])
-    cheapest = judge.plan(with_bits(base, least)).memory(goal.context).cache_bytes
+    cheapest = objective.plan(with_bits(base, least)).memory(goal.context).cache_bytes
     rest = cheapest - sum(curve[x][0] for curve, x in zip(curves, least, strict=True))
     for choices in ([[k] * layers + [v] * layers for k, v in same], path_of(curves)):
         tried, factor = list[list[int]](), 1.0
@@ -224,12 +224,12 @@ def by_layer(base: Case, judge: Judge) -> list[Trial]:
 
         while len(tried) < ROUNDS and (bits := goal.best(choices, sizes)) is not None and bits not in tried:
             tried.append(bits)
-            found.append(judge.trial(with_bits(base, bits)))
+            found.append(objective.trial(with_bits(base, bits)))
             factor *= found[-1].loss / max(sizes(bits)[1], 1e-30)
     return found
 
 
-def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[Trial, list[Trial]]:
+def tune(bases: Sequence[Case], fitted: Sequence[Case], objective: Objective) -> tuple[Trial, list[Trial]]:
     """The best, and all that were measured on the text of the verdict.
 
     Bits by layer are searched of the method that is best with the same bits in all layers: by its bytes at the asked
@@ -243,10 +243,10 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[T
         QualityGateError: nothing reaches the goal.
         UsageError: a text so short that bits make no difference.
     """
-    goal, layers = judge.goal, judge.loaded.spec.num_layers
-    trials, order = [judge.trial(case) for case in fitted], list[tuple[float, int]]()
+    goal, layers = objective.goal, objective.loaded.spec.num_layers
+    trials, order = [objective.trial(case) for case in fitted], list[tuple[float, int]]()
     for base in bases:
-        low, high = (judge.trial(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
+        low, high = (objective.trial(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
         first, last = (math.log(max(x.loss, 1e-30)) for x in (low, high))
         if first == last:
             raise UsageError(
@@ -257,7 +257,7 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], judge: Judge) -> tuple[T
         by_bytes = low.memory.cache_bytes + (math.log(goal.max_kld) - first) / slope
         order.append((by_loss if math.isinf(goal.max_kld) else by_bytes, len(order)))
         trials += [low, high]
-    trials += by_layer(bases[min(order)[1]], judge)
+    trials += by_layer(bases[min(order)[1]], objective)
     trials = list({x.case.label + str(x.case.choice.settings): x for x in trials}.values())
     best = goal.best(trials, lambda x: (x.memory.cache_bytes, x.loss))
     if best is None:

@@ -31,7 +31,7 @@ from kvcli.models.load import LoadedModel
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.pages import LayerEncoder, check_codecs
-from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
+from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import CACHE_ARGUMENT, NEWEST
@@ -85,10 +85,10 @@ class CodesAllocator(FullAttentionCacheAllocator):
             index: Page(encoder, dtype, page_size, self._sinks) for index, encoder in self._encoders.items()
         }
         kinds, device = set(map(self._kind, layers)), session.model.device
-        self._windows = {kind: Windows(0, residual_length, kind[1], device) for kind in kinds}
+        self._residual_rings = {kind: ResidualRings(0, residual_length, kind[1], device) for kind in kinds}
         shape = 2, spec.num_kv_heads, spec.head_dim
         self._rings = {
-            index: torch.zeros(0, self._windows[self._kind(index)].ring, *shape, dtype=dtype, device=device)
+            index: torch.zeros(0, self._residual_rings[self._kind(index)].length, *shape, dtype=dtype, device=device)
             for index in layers
         }
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
@@ -129,26 +129,26 @@ class CodesAllocator(FullAttentionCacheAllocator):
         copied = super().fork_blocks(source, copy, past_length)
         last = max(past_length - 1, 0) // self.tokens_per_page
         pages = [self.block_table[request][last] for request in (source, copy)]
-        for kind, windows in self._windows.items() if pages[0] != pages[1] else ():
-            windows.grow(len(self.block_table))
-            if (slots := windows.fork(*pages)) is not None:
+        for kind, rings in self._residual_rings.items() if pages[0] != pages[1] else ():
+            rings.grow(len(self.block_table))
+            if (slots := rings.fork(*pages)) is not None:
                 for index in self.layer_indices:
                     if self._kind(index) == kind:
-                        rings = self._rings_of(index)
-                        rings[slots[1]] = rings[slots[0]]
+                        tokens = self._rings_of(index)
+                        tokens[slots[1]] = tokens[slots[0]]
         return copied
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As in the base class."""
         for page in self.block_table.get(request_id, [])[-1:]:
-            for windows in self._windows.values():
-                windows.release(page)
+            for rings in self._residual_rings.values():
+                rings.release(page)
         super().free_blocks(request_id, no_cache)
 
     def _rings_of(self, layer_idx: int) -> Tensor:
-        """The rings of a layer, as many as there are windows."""
+        """The rings of a layer, as many as requests have."""
         rings = self._rings[layer_idx]
-        if (more := self._windows[self._kind(layer_idx)].count - len(rings)) > 0:
+        if (more := self._residual_rings[self._kind(layer_idx)].count - len(rings)) > 0:
             rings = self._rings[layer_idx] = torch.cat((rings, rings.new_zeros(more, *rings.shape[1:])))
         return rings
 
@@ -204,7 +204,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
         """The tokens of a pass for layers that are rotated or not and encode keys in groups of so many."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError("attention to codes is not captured in CUDA graphs; say use_cuda_graph=False")
-        size, ends, windows = self.tokens_per_page, call["cu_seq_lens_k"], self._windows[rotated, group]
+        size, ends, rings = self.tokens_per_page, call["cu_seq_lens_k"], self._residual_rings[rotated, group]
         starts = call["cu_seq_lens_q"].tolist()
         counts = [stop - start for start, stop in pairwise(starts)]
         lengths = (ends[_FULL] if isinstance(ends, dict) else ends).diff()
@@ -215,7 +215,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
             rows = blocks[: sum(pages)].split(pages)
         else:
             rows = tuple(x[::size] // size for x in slots.split(tokens))
-        windows.grow(len(self.block_table))
+        rings.grow(len(self.block_table))
         batch = Batch.of(
             counts,
             lengths,
@@ -225,10 +225,10 @@ class CodesAllocator(FullAttentionCacheAllocator):
             page_size=size,
             group=group,
             sinks=self._sinks,
-            windows=windows,
+            rings=rings,
             has_codes=tokens != counts,
         )
-        windows.check()
+        rings.check()
         return batch
 
 

@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
-from kvcli.attention.reference import merge_state, partial_attention
+from kvcli.attention.reference import PREFILL_THRESHOLD, merge_state, partial_attention
 from kvcli.errors import UsageError
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
 from kvcli.paged import reference
-from kvcli.paged.batch import Batch, Part
+from kvcli.paged.batch import Batch, UniformBatch
 from kvcli.paged.pages import LayerEncoder
-
-_MANY = 64
-"""New tokens of a request from which on these are attended to apart from its other exact tokens."""
 
 
 class Page:
@@ -106,14 +103,14 @@ class PagedAttention:
         exact: Any = reference
         if self.backend.impl == "fused":
             from kvcli.paged import kernels as exact
-        exact.copy_rings(self.rings, batch.rings)
+        exact.copy_rings(self.rings, batch.ring_copies)
         # all is stored before any is read: a request may share pages that another one fills in this pass
         self._encode(page, keys, values, batch, key, value)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
         exact.store_exact(key, value, sinks, batch.sinks)
         for part in batch.parts:
             states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
-            new = part.tokens.shape[1] < _MANY
+            new = part.tokens.shape[1] < PREFILL_THRESHOLD
             exact.attend_exact(
                 query, key, value, sinks, self.rings, part, states, self.scaling, self.soft_cap, self.sink_logits,
                 output, new=new,
@@ -125,9 +122,9 @@ class PagedAttention:
         stored = [key, value] if batch.stored is None else [key[batch.stored], value[batch.stored]]
         if not len(stored[0]):
             return
-        if batch.hidden is not None:
-            stored = [x.masked_fill(batch.hidden[:, None, None], 0) for x in stored]
-        place = batch.page, batch.place
+        if batch.is_sink is not None:
+            stored = [x.masked_fill(batch.is_sink[:, None, None], 0) for x in stored]
+        place = batch.dst_page, batch.dst_offset
         page.values.put(values, *place, self.encoder.encode_values(stored[1]))
         if page.group == 1:
             page.keys.put(keys, *place, self.encoder.encode_keys(stored[0], batch.rotation))
@@ -137,7 +134,7 @@ class PagedAttention:
             page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
 
     def _states(
-        self, keys: Codes, values: Codes, part: Part, query: Tensor, key: Tensor, value: Tensor, skip: int
+        self, keys: Codes, values: Codes, part: UniformBatch, query: Tensor, key: Tensor, value: Tensor, skip: int
     ) -> PartialAttention | None:
         """Attention of new tokens to codes of earlier ones, and if they are many, to each other; None: to neither.
 
@@ -149,17 +146,19 @@ class PagedAttention:
         """
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         count, state = query.shape[2], None
-        if count >= _MANY:
-            if self.backend.attend_new is not None:
-                state = self.backend.attend_new(query, key, value, self.scaling, None)
+        if count >= PREFILL_THRESHOLD:
+            if self.backend.attend_prefill is not None:
+                state = self.backend.attend_prefill(query, key, value, self.scaling, None)
             else:
                 causal = torch.ones(1, count, count, dtype=torch.bool, device=query.device).tril()
                 state = partial_attention(query, key, value, causal, self.scaling, self.soft_cap)
         if part.has_codes:
             codec = self.encoder.codec
             rotations = part.rotations if codec.needs_rotations else None
-            encoded = EncodedTokens(keys, None, values, rotations, part.closed, part.pages, skip)
-            attend = self.backend.attend_codes if count <= self.backend.max_queries else self.backend.attend_decoded
+            encoded = EncodedTokens(keys, None, values, rotations, part.num_coded, part.pages, skip)
+            attend = (
+                self.backend.attend_codes if count <= self.backend.decode_threshold else self.backend.attend_dequantized
+            )
             codes = attend(codec, query, encoded, self.scaling)
             state = codes if state is None else merge_state(state, codes)
         return state

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from kvcli.methods.pages import PageTable
-from kvcli.paged.windows import Windows
+from kvcli.paged.rings import ResidualRings
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 
 @dataclass(frozen=True)
-class Part:
+class UniformBatch:
     """Requests of a pass that have as many new tokens, so that they are one batch.
 
     Attributes:
         tokens: the new tokens' places in the pass, int64 [requests, count].
         first: the first of these, if they are in a row; -1 if they are not.
-        past: earlier tokens, int64 [requests].
-        closed: those of them that are read from codes, int32 [requests].
-        rings: of the requests, int64 [requests].
+        num_computed_tokens: earlier tokens, int64 [requests].
+        num_coded: those of them that are read from codes, int32 [requests].
+        ring_slots: rings of the requests, int64 [requests].
         pages: of all tokens.
         rotations: of the tokens of these pages.
         has_codes: whether any token may be read from codes.
@@ -34,9 +34,9 @@ class Part:
 
     tokens: Tensor
     first: int
-    past: Tensor
-    closed: Tensor
-    rings: Tensor
+    num_computed_tokens: Tensor
+    num_coded: Tensor
+    ring_slots: Tensor
     pages: PageTable
     rotations: TokenRotations
     has_codes: bool
@@ -49,10 +49,10 @@ class Part:
 
     def visible(self, sinks: int, ring: int) -> Tensor:
         """Which sinks and places of the rings are attended to, boolean [requests, sinks + ring]."""
-        last = self.past.unsqueeze(1) - 1
+        last = self.num_computed_tokens.unsqueeze(1) - 1
         sink, place = (torch.arange(count, device=last.device) for count in (sinks, ring))
         token = last - (last - place) % max(ring, 1)
-        return torch.cat((sink <= last, token >= self.closed.clamp_min(sinks).unsqueeze(1)), 1)
+        return torch.cat((sink <= last, token >= self.num_coded.clamp_min(sinks).unsqueeze(1)), 1)
 
 
 @dataclass(frozen=True)
@@ -78,39 +78,39 @@ class Batch:
     Attributes:
         parts: the requests.
         stored: which of the new tokens are encoded, int64 [stored]; None: all of them.
-        hidden: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
-        page, place: where these go, int64 [stored].
+        is_sink: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
+        dst_page, dst_offset: where these go, int64 [stored].
         rotation: RoPE of these, float32.
         groups: None where each key is encoded alone, or no group becomes whole.
         sinks: of new tokens that are sinks, page and place, of others below 0, int64 [2, tokens].
-        recent: the place of each new token in all rings, below 0 where others come after it, int64 [1, tokens].
-        rings: which ring is copied to which one first, int64 [2, requests].
+        recent: ring slot of each new token, -1 if a later one overwrites it, int64 [1, tokens].
+        ring_copies: which ring is copied to which one first, int64 [2, requests].
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[UniformBatch]
     stored: Tensor | None
-    hidden: Tensor | None
-    page: Tensor
-    place: Tensor
+    is_sink: Tensor | None
+    dst_page: Tensor
+    dst_offset: Tensor
     rotation: Rotation
     groups: Groups | None
     sinks: Tensor
     recent: Tensor
-    rings: Tensor
+    ring_copies: Tensor
 
     @classmethod
     def of(
         cls,
-        counts: Sequence[int],
-        lengths: Tensor,
-        table: Tensor,
-        slots: Tensor,
+        query_lens: Sequence[int],
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
         rope: Rope,
         *,
         page_size: int,
         group: int,
         sinks: int,
-        windows: Windows,
+        rings: ResidualRings,
         null_page: int | None = None,
         most_rows: int = sys.maxsize,
         has_codes: bool = True,
@@ -118,19 +118,20 @@ class Batch:
         """The batch of requests of which each has its new tokens side by side, one request after another.
 
         Args:
-            counts: new tokens of each request.
-            lengths: all tokens of each request, new ones included, int [requests].
-            table: pages of each request, int [requests, most pages].
-            slots: of the new tokens, int [tokens]; below 0 for those that are not stored.
+            query_lens: new tokens of each request.
+            seq_lens: all tokens of each request, new ones included, int [requests].
+            block_table: pages of each request, int [requests, most pages].
+            slot_mapping: of the new tokens, int [tokens]; below 0 for those that are not stored.
             group: tokens whose keys are encoded together.
             sinks: tokens at the beginning of each request that are exact.
-            windows: of the requests; advanced.
+            rings: of the requests; advanced.
             null_page: a page that nobody reads, for what is not stored, so that nothing waits for the GPU and the pass
                 can be captured if all have as many new tokens; None: that is left out.
             most_rows: requests of a part at most.
             has_codes: False if no request has earlier tokens.
         """
-        device, size, lengths, slots = table.device, page_size, lengths.long(), slots.long()
+        device, size, lengths, slots = block_table.device, page_size, seq_lens.long(), slot_mapping.long()
+        counts, table = query_lens, block_table
         if not all(counts):
             used = torch.tensor([i for i, count in enumerate(counts) if count], device=device)
             counts, lengths, table = [x for x in counts if x], lengths[used], table[used]
@@ -145,15 +146,15 @@ class Batch:
         position, written, place = past[row] + at, slots >= 0, slots % size
         page = written_page = (slots // size).where(written, -1)
         last = (past - 1).clamp_min(0) // size
-        rings = windows.advance(
+        mine = rings.advance(
             table.gather(1, last.unsqueeze(1)).squeeze(1).where(past > 0, -1),
             page[stop - 1],
             past,
             new,
             page.where(place == 0, -1),
         )
-        ring, is_sink = windows.ring, written & (position < sinks)
-        recent = (rings.slot[row] * ring + position % max(ring, 1)).where(written & (new[row] - at <= ring), -1)
+        ring, is_sink = rings.length, written & (position < sinks)
+        recent = (mine.ring[row] * ring + position % max(ring, 1)).where(written & (new[row] - at <= ring), -1)
         new_sinks = torch.stack((page, position)).where(is_sink, -1)
         stored = None if null_page is not None else written.nonzero().squeeze(1)
         hidden = is_sink if stored is None else is_sink[stored]
@@ -162,17 +163,17 @@ class Batch:
         kept, kept_at, kept_position = (x if stored is None else x[stored] for x in (page, place, position))
         pages, begins = table.int(), [0, *accumulate(counts)]
         rotations = TokenRotations.first(rope, pages.shape[1] * size, device)
-        parts, groups = list[Part](), list[tuple[Tensor, ...]]()
+        parts, groups = list[UniformBatch](), list[tuple[Tensor, ...]]()
         for count, same in alike.items():
             for some in (same[i : i + most_rows] for i in range(0, len(same), most_rows)):
                 in_a_row = some[-1] - some[0] == len(some) - 1
                 of = slice(some[0], some[-1] + 1) if in_a_row else torch.tensor(some, device=device)
-                part = Part(
+                part = UniformBatch(
                     tokens=start[of].unsqueeze(1) + torch.arange(count, device=device),
                     first=begins[some[0]] if in_a_row else -1,
-                    past=past[of],
-                    closed=rings.closed[of].int(),
-                    rings=rings.slot[of],
+                    num_computed_tokens=past[of],
+                    num_coded=mine.num_coded[of].int(),
+                    ring_slots=mine.ring[of],
                     pages=PageTable(pages[of], size),
                     rotations=rotations,
                     has_codes=has_codes,
@@ -191,7 +192,7 @@ class Batch:
             whole if whole is not None and len(whole.page) else None,
             new_sinks,
             recent.unsqueeze(0),
-            torch.stack((rings.source, rings.slot)),
+            torch.stack((mine.copy_from, mine.ring)),
         )
 
 
@@ -202,12 +203,14 @@ def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
-def _groups(part: Part, pages: Tensor, group: int, sinks: int, ring: int, null_page: int | None) -> tuple[Tensor, ...]:
+def _groups(
+    part: UniformBatch, pages: Tensor, group: int, sinks: int, ring: int, null_page: int | None
+) -> tuple[Tensor, ...]:
     """Fields of the `Groups` of a part; `pages` of all new tokens, below 0 where they are not stored.
 
     A sink, whose code nobody reads, is encoded as the next token, for the scale.
     """
-    count, past = part.tokens.shape[1], part.past.unsqueeze(1)
+    count, past = part.tokens.shape[1], part.num_computed_tokens.unsqueeze(1)
     index = past // group + torch.arange(-(-count // group), device=past.device)
     last = (index + 1) * group - 1
     page = pages[part.tokens.gather(1, (last - past).clamp_max(count - 1))]
@@ -215,9 +218,11 @@ def _groups(part: Part, pages: Tensor, group: int, sinks: int, ring: int, null_p
     place = index % (part.pages.page_size // group)
     token = (index * group).unsqueeze(2) + torch.arange(group, device=past.device)
     token = token.maximum(last.clamp_max(sinks).unsqueeze(2))
-    new = part.tokens.gather(1, (token - part.past[:, None, None]).clamp(0, count - 1).flatten(1)).view_as(token)
+    new = part.tokens.gather(
+        1, (token - part.num_computed_tokens[:, None, None]).clamp(0, count - 1).flatten(1)
+    ).view_as(token)
     is_new = token >= past.unsqueeze(2)
-    token = new.where(is_new, part.rings[:, None, None] * ring + token % max(ring, 1))
+    token = new.where(is_new, part.ring_slots[:, None, None] * ring + token % max(ring, 1))
     if null_page is None:
         page, place, is_new, token = page[whole], place[whole], is_new[whole], token[whole]
     else:

@@ -10,7 +10,7 @@ from kvcli.attention.window_kernels import attend_tile, tile_for
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
 from kvcli.methods.layer_codec import PartialAttention
-from kvcli.paged.batch import Part
+from kvcli.paged.batch import UniformBatch
 
 _BLOCK = 1024
 
@@ -109,7 +109,7 @@ def attend_exact(
     value: Tensor,
     sinks: Tensor,
     rings: Tensor,
-    part: Part,
+    part: UniformBatch,
     others: PartialAttention | None,
     scaling: float,
     soft_cap: float | None,
@@ -127,7 +127,8 @@ def attend_exact(
     out, lse = (query, query) if others is None else (x.contiguous() for x in others)
     tile = tile_for(groups * count, max(16, power_of_two(head_dim)), query.element_size(), query.device)
     _attend_exact_kernel[(requests * kv_heads, cdiv(groups * count, tile["BLOCK_M"]))](
-        query, key, value, sinks, rings, part.tokens.contiguous(), part.past, part.closed, part.rings, table, out, lse,
+        query, key, value, sinks, rings,
+        part.tokens.contiguous(), part.num_computed_tokens, part.num_coded, part.ring_slots, table, out, lse,
         query if sink_logits is None else sink_logits, output,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *sinks.stride()[:4], *rings.stride()[:4],
         *output.stride()[:2], table.stride(0), kv_heads, count, count if new else 0, scaling,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.attention.reference import merge_state, partial_attention
 from kvcli.methods.layer_codec import PartialAttention
-from kvcli.paged.batch import Part
+from kvcli.paged.batch import UniformBatch
 
 
 def attend_exact(
@@ -20,7 +20,7 @@ def attend_exact(
     value: Tensor,
     sinks: Tensor,
     rings: Tensor,
-    part: Part,
+    part: UniformBatch,
     others: PartialAttention | None,
     scaling: float,
     soft_cap: float | None,
@@ -40,7 +40,7 @@ def attend_exact(
         new: whether new tokens are attended to as well, each to those up to itself.
     """
     visible = part.visible(sinks.shape[1], rings.shape[1])
-    exact = torch.cat((sinks[part.pages.table[:, 0].clamp_min(0)], rings[part.rings]), 1)
+    exact = torch.cat((sinks[part.pages.table[:, 0].clamp_min(0)], rings[part.ring_slots]), 1)
     exact.masked_fill_(~visible[:, :, None, None, None], 0)  # what is not written yet may be NaN
     visible = visible.unsqueeze(1)
     if new:

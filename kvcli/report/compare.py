@@ -10,7 +10,7 @@ from typing import Any
 from kvcli.bench.suite import median_of
 from kvcli.errors import UsageError
 from kvcli.eval.records import from_plain
-from kvcli.report.tables import UNFIT, Row, find_suite, machine, named, read
+from kvcli.report.tables import MALFORMED, Row, find_suite, machine, read, unique_names
 from kvcli.storage.manifest import flattened
 
 _OF_THE_COMMAND = {"method", "artifact", "out", "baseline", "compare_with", "device", "model"}
@@ -49,7 +49,7 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
             if name in b
             for row in (*_figures(a[name], b[name]), *differences(_setting(a[name]), _setting(b[name])))
         ]
-    except UNFIT as error:
+    except MALFORMED as error:
         raise UsageError(f"a record of {first} or {second} lacks what is compared: {error}") from error
     return {"rows": rows, "only in A": [x for x in a if x not in b], "only in B": [x for x in b if x not in a]}
 
@@ -63,7 +63,7 @@ def _rows(path: Path) -> dict[str, Row]:
         where += [f"pages of {row['page_size']}"] if row.get("page_size") else []
         groups.setdefault((row["suite"], row.get("model", row.get("shape")), *where), []).append(row)
     for group, rows in groups.items():
-        found |= {" ".join(str(x) for x in (name, *group) if x): row for name, row in named(rows)}
+        found |= {" ".join(str(x) for x in (name, *group) if x): row for name, row in unique_names(rows)}
     return found
 
 

@@ -16,7 +16,7 @@ from kvcli.commands.suite import Records
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE
-from kvcli.report.tables import UNFIT, Row, Section, answers, find_suite, named, tokens, without_sinks
+from kvcli.report.tables import MALFORMED, Row, Section, answers, find_suite, tokens, unique_names, without_sinks
 
 NARROW, WIDE = 340, 760
 """Widths of charts in pixels."""
@@ -98,7 +98,7 @@ def loss_by_size(rows: Records) -> list[Chart]:
     points: list[dict[str, Any]] = []
     best, apart = math.inf, without_sinks(rows).values()
     kept = [x for x in rows if x not in apart and x["memory"] and x["kl_mean"] > 0 and x["method"] != BASELINE]
-    for name, row in sorted(named(kept), key=lambda item: (item[1]["memory"]["true_bits"], item[1]["kl_mean"])):
+    for name, row in sorted(unique_names(kept), key=lambda item: (item[1]["memory"]["true_bits"], item[1]["kl_mean"])):
         bits, kl = row["memory"]["true_bits"], row["kl_mean"]
         points.append({"name": name, "bits": bits, "kl": kl, "front": kl < best, **_ends(row["metrics"]["kl_mean"])})
         best = min(best, kl)
@@ -152,7 +152,7 @@ def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[st
 def needles(rows: Records) -> list[Chart]:
     """Values found by length of the text and depth, a map per method."""
     charts = []
-    for name, row in named(rows):
+    for name, row in unique_names(rows):
         cells: dict[tuple[int, float], list[float]] = {}
         for unit in row["units"]:
             cells.setdefault((unit["context"], unit["depth"]), []).append(unit["exact"])
@@ -167,7 +167,7 @@ def needles(rows: Records) -> list[Chart]:
 def quotations(rows: Records) -> list[Chart]:
     """Share of the words of a passage that were quoted, by words between and method."""
     cells = []
-    for name, row in named(rows):
+    for name, row in unique_names(rows):
         for distance in sorted({unit["distance"] for unit in row["units"]}):
             units = [unit for unit in row["units"] if unit["distance"] == distance]
             quoted, words = (sum(unit[x] for unit in units) for x in ("quoted", "words"))
@@ -180,7 +180,7 @@ def quotations(rows: Records) -> list[Chart]:
 def by_task(rows: Records) -> list[Chart]:
     """Share of RULER's answers that were found, by task and method, all lengths together."""
     cells = []
-    for name, row in named(rows):
+    for name, row in unique_names(rows):
         for task in dict.fromkeys(unit["task"] for unit in row["units"]):
             found = [unit["found"] for unit in row["units"] if unit["task"] == task]
             share = sum(found) / len(found)
@@ -193,7 +193,7 @@ def figures(rows: Records) -> list[Chart]:
     names = dict.fromkeys(name for row in rows for name in row["metrics"])
     charts = []
     for figure in names:
-        of = [(name, row["metrics"][figure]) for name, row in named(rows) if figure in row["metrics"]]
+        of = [(name, row["metrics"][figure]) for name, row in unique_names(rows) if figure in row["metrics"]]
         if any(metric["mean"] is not None for _, metric in of):
             title = f"{figure}, {of[0][1]['better']} is better"
             charts.append(bars(title, "", [(name, metric["mean"], _ends(metric)) for name, metric in of]))
@@ -252,7 +252,7 @@ def page(sections: Sequence[Section]) -> str:
     for section in sections:
         try:
             charts = CHARTS[find_suite(section.suite).chart](section.rows)
-        except UNFIT as error:
+        except MALFORMED as error:
             raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
         pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts]
         tables = [x for x in (section.table, answers(section.rows)) if x is not None]

@@ -23,7 +23,15 @@ Row = Mapping[str, Any]
 _NAMING = ("setting", "residual_length", "sink_length", "impl", "dtype", "device")
 """Options that tell rows of one method apart."""
 
-_ELSEWHERE = {*ROW_OPTIONS, "sink_length", "residual_length", "batch_size", "max_kld", "max_flips", "model_revision"}
+IGNORED_OPTIONS = {
+    *ROW_OPTIONS,
+    "sink_length",
+    "residual_length",
+    "batch_size",
+    "max_kld",
+    "max_flips",
+    "model_revision",
+}
 """Options in which rows of one table may differ."""
 
 _TEXT = ("corpus", "corpus_split", "seq_len")
@@ -34,7 +42,7 @@ WRONG = "\u25b8"
 
 _SHOWN_ANSWERS = 6
 
-UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What is raised where a record lacks a field, or has one of another type."""
 
 
@@ -92,7 +100,7 @@ def sections(rows: Records) -> list[Section]:
         for group, kind in zip(groups.values(), kinds, strict=True):
             suite, title = str(group[0]["suite"]), _title(kind, kinds)
             made.append(Section(suite, title, group, table(suite, group), _commands(group), _notes(group)))
-    except UNFIT as error:
+    except MALFORMED as error:
         raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
     return made
 
@@ -107,7 +115,7 @@ def table(suite: str, rows: Records) -> DataTable:
     return side_by_side(rows, made, found.side_by_side) if found.side_by_side else made
 
 
-def named(rows: Records) -> list[tuple[str, Row]]:
+def unique_names(rows: Records) -> list[tuple[str, Row]]:
     """Rows with names: the method, or label and options where several have it; of rows that are alike the last one.
 
     A row of a recipe has the recipe's name before the method.
@@ -117,11 +125,11 @@ def named(rows: Records) -> list[tuple[str, Row]]:
         of, label = str(row["method"]), row.get("label")
         recipes = [Path(x).stem for x in (row.get("options") or {}).get("recipe") or ()]
         of = UNCOMPRESSED if label == UNCOMPRESSED else f"{label} ({of})" if label in recipes else of
-        same.setdefault(of, {})[repr(_traits(row))] = row
+        same.setdefault(of, {})[repr(_distinguishing_options(row))] = row
     return [(_name(method, row, [*alike.values()]), row) for method, alike in same.items() for row in alike.values()]
 
 
-def _traits(row: Row) -> dict[str, Any]:
+def _distinguishing_options(row: Row) -> dict[str, Any]:
     """What tells rows of one method apart."""
     options = row.get("options") or {}
     return {"label": row.get("label"), "artifact": row.get("artifact"), **{x: options.get(x) for x in _NAMING}}
@@ -129,7 +137,7 @@ def _traits(row: Row) -> dict[str, Any]:
 
 def _name(method: str, row: Row, alike: Records) -> str:
     """The name of a row among all rows of its method."""
-    traits, others = _traits(row), [_traits(other) for other in alike]
+    traits, others = _distinguishing_options(row), [_distinguishing_options(other) for other in alike]
     differing = [x for x in traits if len({repr(other[x]) for other in others}) > 1]
     if "label" in differing:
         method, differing = str(row["label"]), differing[1:]
@@ -165,7 +173,7 @@ def quality(rows: Records) -> DataTable:
     kept = [row for row in rows if row not in without.values()]
     header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity"]
     cells = []
-    for name, row in sorted(named(kept), key=lambda item: float(item[1]["kl_mean"])):
+    for name, row in sorted(unique_names(kept), key=lambda item: float(item[1]["kl_mean"])):
         memory = row["memory"]
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
@@ -182,7 +190,7 @@ def answers(rows: Records) -> DataTable | None:
     """What was said beside what was expected, where one answer is wrong; None where none is, or units have no texts."""
     same = [row for row in rows if row.get("protocol") == rows[0].get("protocol")]
     texts = {"answer", "expected", "exact"}
-    by_name = {name: row["units"] for name, row in named(same) if texts <= (row.get("units") or [{}])[0].keys()}
+    by_name = {name: row["units"] for name, row in unique_names(same) if texts <= (row.get("units") or [{}])[0].keys()}
     cells: list[list[str]] = []
     places = [place for place in zip(*by_name.values(), strict=True) if any(unit["exact"] < 1 for unit in place)]
     if not places:
@@ -213,7 +221,7 @@ def _group(row: Row) -> dict[str, Any]:
     """What rows of one table have in common."""
     of = {"suite": row["suite"], "of": row.get("model", row.get("shape"))}
     if row["suite"] in EVAL_SUITES:
-        return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in _ELSEWHERE}}
+        return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in IGNORED_OPTIONS}}
     how = find_suite(row["suite"]).side_by_side
     batch = row["batch"] if how and how.field == "context" else None
     compiled = (row.get("options") or {}).get("compile")

@@ -26,7 +26,7 @@ from kvcli.rope import NoRope
 from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
 from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
-from kvcli.seam.trial import Trial
+from kvcli.seam.trial import LayerProbe
 from kvcli.seam.versions import newer_than_tried, with_cache
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
@@ -102,7 +102,7 @@ class _Probe:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NotUnderstood(f"transformers has no cache for it ({one_line(error)})") from error
         self.recorder = Recorder(model, implementation)
-        self.trial = Trial(self.recorder, self.own_cache)
+        self.trial = LayerProbe(self.recorder, self.own_cache)
 
     def run(self) -> ModelAttention:
         """Runs the model and returns how it attends."""

@@ -40,7 +40,7 @@ class LayerResult:
     scaling: float
 
 
-class Trial:
+class LayerProbe:
     """Determines how each layer attends, by calling it again as each of its candidates.
 
     Args:

@@ -131,19 +131,19 @@ class Server:
             start = text[len(before) :] if text.startswith(before) else ""
             return ids_of_text(loaded, text), response_parser(loaded.tokenizer, loaded.model, start, tools)
 
-        ids, parser = await self._apart(read, "messages")
+        ids, parser = await self._in_tokenizer_thread(read, "messages")
         return await self._answer(request, body, ids, owner, parser)
 
     async def _complete(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), CompletionBody, self.name)
         prompt = prompt_of(body, self.loaded.spec.vocab_size)
         if isinstance(prompt, str):
-            ids = await self._apart(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
+            ids = await self._in_tokenizer_thread(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
         else:
             ids = torch.frombuffer(array("q", prompt), dtype=torch.int64).unsqueeze(0)  # 8 times sooner than `tensor`
         return await self._answer(request, body, ids, owner)
 
-    async def _apart(self, make: Callable[[], T], param: str) -> T:
+    async def _in_tokenizer_thread(self, make: Callable[[], T], param: str) -> T:
         """What is made of a text, apart from the thread that serves: long texts take a while."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenize, make)
@@ -172,11 +172,11 @@ class Server:
         job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
         self.engine.submit(job)
         if body.stream:
-            stream = self._stream(job, form, _pieces(events), body.stream_options.include_usage)
+            stream = self._stream(job, form, _stream_pieces(events), body.stream_options.include_usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
         watching = asyncio.ensure_future(_cancel_without_client(request, job))
         try:
-            pieces = [piece async for piece in _pieces(events)]
+            pieces = [piece async for piece in _stream_pieces(events)]
         finally:
             job.cancelled.set()
             watching.cancel()
@@ -216,7 +216,7 @@ class Server:
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
 
-_SAID = (
+ERROR_RESPONSES = (
     ((Cancelled, ClientDisconnect), 499, "the client has gone away"),
     (asyncio.CancelledError, 503, "the server ends"),  # after the time that answers are given to be finished
     (torch.OutOfMemoryError, 503, "out of memory; send a shorter prompt, or try again later"),
@@ -230,10 +230,10 @@ def api_error(error: BaseException) -> ApiError:
     """An error as clients are told: nothing of paths or of the program."""
     if isinstance(error, ApiError):
         return error
-    return next(ApiError(status, message) for kind, status, message in _SAID if isinstance(error, kind))
+    return next(ApiError(status, message) for kind, status, message in ERROR_RESPONSES if isinstance(error, kind))
 
 
-async def _pieces(events: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
+async def _stream_pieces(events: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
     """The pieces of an answer as they come; ApiError: it failed."""
     while (event := await events.get()) is not None:
         if isinstance(event, Exception):

@@ -60,7 +60,7 @@ class Job:
             raise Cancelled
 
 
-Begun = tuple[Job, Prefix, Tensor, Snapshot | None]
+Prefilled = tuple[Job, Prefix, Tensor, Snapshot | None]
 """A request, the cache of its prompt and its tokens [1, time]; with others, one more than the snapshot of it holds."""
 
 
@@ -143,12 +143,12 @@ class Engine:
 
     def _run(self) -> None:
         while jobs := self._next():
-            alone, ready = len(jobs) == 1, list[Begun]()
+            alone, ready = len(jobs) == 1, list[Prefilled]()
             for job in jobs:
-                with self._telling([job]):
-                    ready.append(self._read(job, alone))
+                with self._reporting_failures([job]):
+                    ready.append(self._prefill(job, alone))
             if ready:
-                with self._telling([job for job, *_ in ready]):
+                with self._reporting_failures([job for job, *_ in ready]):
                     self._decode(ready, alone)
         for job in self._waiting:
             job.done(ApiError(503, "the server ends"))
@@ -172,7 +172,7 @@ class Engine:
         return alike and length <= self.max_length and self.prefixes.reusable
 
     @contextmanager
-    def _telling(self, jobs: list[Job]) -> Iterator[None]:
+    def _reporting_failures(self, jobs: list[Job]) -> Iterator[None]:
         """Tells requests if what is done for them fails."""
         try:
             yield
@@ -184,7 +184,7 @@ class Engine:
             for job in jobs:
                 job.done(error)
 
-    def _read(self, job: Job, alone: bool) -> Begun:
+    def _prefill(self, job: Job, alone: bool) -> Prefilled:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""
         job.check()
         started = time.monotonic()
@@ -201,10 +201,10 @@ class Engine:
         one = replace(job.sampling, max_new_tokens=1)
         ids = self._session.generate(ids, sampling=one, cache=prefix.cache).sequences
         snapshot = prefix.cache.snapshot(ids.device)
-        self._keep(job, prefix)  # the next one may begin alike
+        self._cache_prefix(job, prefix)  # the next one may begin alike
         return job, prefix, ids, snapshot
 
-    def _decode(self, ready: list[Begun], alone: bool) -> None:
+    def _decode(self, ready: list[Prefilled], alone: bool) -> None:
         """Makes tokens until all answers have ended; each is told as soon as it has."""
         session = self._session
         jobs = [job for job, *_ in ready]
@@ -230,7 +230,7 @@ class Engine:
                 if job not in unended:
                     continue
                 ended = True  # by an error, too, of which no other request is told
-                with self._telling([job]):
+                with self._reporting_failures([job]):
                     job.check()
                     if ended := job.answer.feed(row):
                         job.done(None)
@@ -251,8 +251,8 @@ class Engine:
             sampling = replace(jobs[0].sampling, max_new_tokens=most if alone else most - 1)
             session.generate(ids, mask, sampling=sampling, cache=cache, on_tokens=on_tokens)
         if alone:
-            self._keep(jobs[0], ready[0][1])
+            self._cache_prefix(jobs[0], ready[0][1])
 
-    def _keep(self, job: Job, prefix: Prefix) -> None:
+    def _cache_prefix(self, job: Job, prefix: Prefix) -> None:
         if job.store:
             self.prefixes.keep(prefix)

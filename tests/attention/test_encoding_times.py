@@ -134,7 +134,7 @@ def test_reference(dtype: torch.dtype, offset: bool, even: bool) -> None:
 def test_kernels(dtype: torch.dtype, even: bool) -> None:
     """The kernels of every method, as for one whose own kernels refuse groups of 4."""
     pytest.importorskip("triton")
-    from kvcli.attention.decoded import attend_decoded as attend
+    from kvcli.attention.decoded import attend_dequantized as attend
     from kvcli.attention.window_kernels import attend_window, rotate_and_append, unrotate
 
     backend = AttentionBackend("fused", attend, attend, attend_window, rotate_and_append, unrotate)

@@ -112,7 +112,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
 
     for attend in (REFERENCE.attend_codes, reordered):
         with kvcli.attach(model, "commvq", artifact=artifact, impl="reference", **WINDOW) as session, torch.no_grad():
-            session.backend = replace(REFERENCE, attend_codes=attend, attend_decoded=attend)
+            session.backend = replace(REFERENCE, attend_codes=attend, attend_dequantized=attend)
             cache = session.new_cache()
             outputs.append([model(**piece, **with_cache(cache)).logits[:, -1] for piece in inputs][-1])
     assert torch.allclose(*outputs, atol=1e-4)

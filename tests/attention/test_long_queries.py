@@ -125,7 +125,7 @@ def test_codes_in_blocks_of_whole_groups(
     if by_library:
         monkeypatch.setattr(decoded, "fused_sdpa", library)
     for dtype in (torch.float32, torch.bfloat16):
-        assert_same(decoded.attend_decoded(codec, query.to(dtype), part, 0.125), expected, dtype)
+        assert_same(decoded.attend_dequantized(codec, query.to(dtype), part, 0.125), expected, dtype)
 
 
 @pytest.mark.parametrize("by_library", [False, True])
@@ -140,7 +140,7 @@ def test_new_tokens(dtype: torch.dtype, has_codes: bool, by_library: bool, monke
         expected = reference.merge_state(codes, expected)
     if by_library:
         monkeypatch.setattr(decoded, "fused_sdpa", library)
-    assert_same(decoded.attend_new(query, key, value, 0.1, codes), expected, dtype)
+    assert_same(decoded.attend_prefill(query, key, value, 0.1, codes), expected, dtype)
 
 
 @pytest.mark.kernels

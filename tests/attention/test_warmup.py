@@ -69,6 +69,6 @@ def test_all_is_decoded_at_once_only_within_a_block(monkeypatch: pytest.MonkeyPa
     found = {}
     for most in (64, 63):
         monkeypatch.setattr(decoded, "_block_tokens", lambda codec, query, most=most: most)
-        found[most] = decoded.decode_all(layer.codec, layer.query, layer.encoded_tokens())
+        found[most] = decoded.dequantize_all(layer.codec, layer.query, layer.encoded_tokens())
     assert found[63] is None
     assert [x.shape[2] for x in found[64]] == [64, 64]

@@ -56,7 +56,7 @@ def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, len
         calls.append(arguments)
         return reordered_attend(*arguments)
 
-    reordered = logits(model, artifact, inputs, replace(REFERENCE, attend_codes=attend, attend_decoded=attend))
+    reordered = logits(model, artifact, inputs, replace(REFERENCE, attend_codes=attend, attend_dequantized=attend))
     assert torch.allclose(logits(model, artifact, inputs), reordered, atol=2e-5)
     assert len(calls) == 3 * len(model.model.layers)  # the prompt attends to itself, three steps to codes
 

@@ -120,7 +120,7 @@ def test_shapes_that_a_kernel_refuses_are_known_at_attach(method: str) -> None:
     codecs = build_codecs(record, ModelSpec.from_config(model.config), config)
     backend = choose_backend(record, codecs, "auto", torch.device("cuda"))
     assert backend.impl == "fused"
-    assert backend.attend_codes is decoded.attend_decoded
+    assert backend.attend_codes is decoded.attend_dequantized
     assert "does not support" in str(backend.note)
 
 

@@ -19,7 +19,7 @@ from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.method import Method
 from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
-from kvcli.report.tables import named
+from kvcli.report.tables import unique_names
 
 SETTINGS = {"k_bits": [4, 2, 1], "v_bits": [2, 2, 16], "group_size": 8, "residual_length": 8, "sink_length": 2}
 KL = ("--num-sequences", "8", "--seq-len", "64", "--residual-length", "8", "--sink-length", "2")
@@ -65,7 +65,7 @@ def test_commands_follow_a_recipe(recipe: Path) -> None:
     assert "next: kvcli eval --recipe made/r.yaml" in invoke("generate", *prompt[:-1], "--recipe", str(recipe)).stderr
     rows = result("eval", *KL, "--recipe", str(recipe), *said, "--json")["rows"]
     assert [row["label"] for row in rows] == ["kivi", "r"]
-    assert [name for name, _ in named(rows)] == ["kivi", "r (kivi)"]
+    assert [name for name, _ in unique_names(rows)] == ["kivi", "r (kivi)"]
     assert rows[0]["kl_mean"] == rows[1]["kl_mean"] > 0
     other = refused("generate", *prompt[:-1], "--recipe", str(recipe), "--method", "rtn-2")
     assert "the recipe is for method 'kivi', not 'rtn-2'" in other

@@ -23,7 +23,7 @@ from test_suites import KIVI, SIZES
 from kvcli._version import __version__
 from kvcli.models.load import LoadedModel
 from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotations
-from kvcli.report.tables import Row, answers, named, read, sections
+from kvcli.report.tables import Row, answers, read, sections, unique_names
 from kvcli.storage.atomic import append_record
 
 DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100")
@@ -182,12 +182,12 @@ def test_the_front_is_what_nothing_smaller_beats() -> None:
 def test_rows_of_one_method_are_told_apart_and_a_later_one_replaces_the_same() -> None:
     first, other = (kl_record(NOISE, options={"sink_length": 4, "setting": x}).to_plain() for x in ([], ["k_bits=4"]))
     again = {**first, "kl_mean": 9.0}
-    assert [(name, row["kl_mean"] == 9) for name, row in named([first, other, again])] == [
+    assert [(name, row["kl_mean"] == 9) for name, row in unique_names([first, other, again])] == [
         ("kivi-2, setting []", True),
         ("kivi-2, setting ['k_bits=4']", False),
     ]
     labelled = [{**first, "label": name} for name in ("mine", "yours")]
-    assert [name for name, _ in named(labelled)] == ["mine", "yours"]
+    assert [name for name, _ in unique_names(labelled)] == ["mine", "yours"]
 
 
 def test_other_text_is_another_table_and_other_tokens_are_said() -> None:

@@ -68,7 +68,7 @@ def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
 ) -> None:
     """By its bytes at the asked loss, or its loss at the asked bytes."""
     searched: list[str] = []
-    monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, judge: searched.append(base.choice.method) or [])
+    monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, objective: searched.append(base.choice.method) or [])
 
     def trial(case: Case) -> Any:
         bits = case.choice.settings["k_bits"]
@@ -77,9 +77,9 @@ def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
             case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.choice.method] / bits, memory=memory
         )
 
-    judge: Any = SimpleNamespace(goal=goal, loaded=SimpleNamespace(spec=SimpleNamespace(num_layers=2)), trial=trial)
+    objective: Any = SimpleNamespace(goal=goal, loaded=SimpleNamespace(spec=SimpleNamespace(num_layers=2)), trial=trial)
     for methods in (("kivi", "rtn", "squat"), ("rtn", "squat", "kivi"), ("squat", "kivi", "rtn")):
-        tune([Case("", MethodChoice(method)) for method in methods], [], judge)
+        tune([Case("", MethodChoice(method)) for method in methods], [], objective)
     assert searched == ["rtn"] * 3
 
 

@@ -11,7 +11,7 @@ import torch
 from parts import DEVICE, TOLERANCE, make_codec, make_part
 from torch import Tensor
 
-from kvcli.attention.decoded import attend_decoded
+from kvcli.attention.decoded import attend_dequantized
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.attention.reference import partial_attention
 from kvcli.errors import UsageError
@@ -152,7 +152,7 @@ def test_the_first_tokens_are_skipped(case: Any, monkeypatch: pytest.MonkeyPatch
         token = torch.arange(rows.length, device=DEVICE)
         visible = (token >= skip) & (token < rows.lengths.unsqueeze(1))
         expected = partial_attention(query, keys, values, visible[:, None], 0.125)
-        for attend in (kernels.fused_attend, attend_decoded, reference_attend):
+        for attend in (kernels.fused_attend, attend_dequantized, reference_attend):
             codec.use_kernels(attend is not reference_attend)
             ours = attend(codec, query, dataclasses.replace(paged, skip=skip), 0.125)
             for a, b in zip(ours, expected, strict=True):
@@ -161,11 +161,11 @@ def test_the_first_tokens_are_skipped(case: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "turboquant-3", "rtn-4", "klt-2", "fp8"])
-@pytest.mark.parametrize("attend", [reference_attend, attend_decoded])
+@pytest.mark.parametrize("attend", [reference_attend, attend_dequantized])
 def test_reference_and_chunk_kernels_read_pages(attend: Any, name: str) -> None:
     """Of any method, by codes that are gathered; many queries, and few."""
     _, codec, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [96, 0, 64], FLOAT, {}))
-    codec.use_kernels(attend is attend_decoded)
+    codec.use_kernels(attend is attend_dequantized)
     for queries in (1, 33):
         query = torch.randn(3, 4, queries, 64, device=DEVICE)
         expected, ours = attend(codec, query, rows, 0.125), attend(codec, query, paged, 0.125)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcli.paged.batch import Batch
-from kvcli.paged.windows import Windows
+from kvcli.paged.rings import ResidualRings
 from kvcli.rope import NoRope
 
 CPU = torch.device("cpu")
@@ -29,15 +29,15 @@ def tensors(x: Any) -> list[Tensor]:
     return []
 
 
-def decoding(windows: Windows, group: int) -> Any:
+def decoding(windows: ResidualRings, group: int) -> Any:
     """What finds the tokens of a pass in which each request has one."""
 
     def batch(lengths: Tensor, table: Tensor, slots: Tensor) -> list[Tensor]:
         found = Batch.of(
             [1] * REQUESTS, lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=group, sinks=2,
-            windows=windows, null_page=0, most_rows=2,
+            rings=windows, null_page=0, most_rows=2,
         )  # fmt: skip
-        assert [len(part.past) for part in found.parts] == [2, 2, 1]
+        assert [len(part.num_computed_tokens) for part in found.parts] == [2, 2, 1]
         return tensors(found)
 
     return batch
@@ -46,7 +46,7 @@ def decoding(windows: Windows, group: int) -> Any:
 @pytest.mark.parametrize("group", [1, 16])
 def test_a_pass_that_was_recorded_finds_what_one_made_anew_finds(group: int) -> None:
     """Recorded with requests that are not stored; requests come, go, share a full page, and pass groups and pages."""
-    recorded, anew = (Windows(6, 16, group, CPU) for _ in range(2))
+    recorded, anew = (ResidualRings(6, 16, group, CPU) for _ in range(2))
     nothing = torch.zeros(REQUESTS, dtype=torch.int32)
     pages = torch.zeros(REQUESTS, 4, dtype=torch.int32)
     replay = make_fx(decoding(recorded, group))(nothing, pages, nothing.long() - 1)
@@ -81,12 +81,12 @@ def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
     lengths, slots = torch.tensor([32, 48, 16, 33]), torch.tensor([PAGE + 31, 4 * PAGE + 15, -1, 7 * PAGE])
     batches = []
     for null_page in (None, 0):
-        windows = Windows(4, 16, group, CPU)
+        windows = ResidualRings(4, 16, group, CPU)
         ones, pages = torch.ones(3, dtype=torch.int64), torch.tensor([1, 4, 6])
         windows.advance(-ones, pages, 0 * ones, torch.tensor([31, 47, 32]), torch.tensor([1, 3, 4, 6]))
         batches.append(
             Batch.of(
-                [1] * 4, lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=group, sinks=2, windows=windows,
+                [1] * 4, lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=group, sinks=2, rings=windows,
                 null_page=null_page,
             )
         )  # fmt: skip
@@ -95,14 +95,14 @@ def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
     assert captured.stored is None
     assert left_out.stored is not None
     assert left_out.stored.tolist() == [0, 1, 3]
-    assert captured.page.tolist() == [1, 4, 0, 7]
-    for name in ("page", "place"):
+    assert captured.dst_page.tolist() == [1, 4, 0, 7]
+    for name in ("dst_page", "dst_offset"):
         assert torch.equal(getattr(captured, name)[left_out.stored], getattr(left_out, name))
     assert torch.equal(captured.recent, left_out.recent)
     assert (captured.recent[0] >= 0).tolist() == [True, True, False, True]
     (part,), (same,) = captured.parts, left_out.parts
-    assert torch.equal(part.closed, same.closed)
-    assert part.closed.tolist() == [x // group * group for x in (15, 31, 15, 16)]
+    assert torch.equal(part.num_coded, same.num_coded)
+    assert part.num_coded.tolist() == [x // group * group for x in (15, 31, 15, 16)]
     if group > 1:
         assert captured.groups is not None
         assert left_out.groups is not None
@@ -114,13 +114,13 @@ def test_a_pass_that_waits_for_nothing_writes_the_same(group: int) -> None:
 
 def test_the_last_tokens_of_a_prompt_go_into_its_ring() -> None:
     """As many as it has places, and the first ones among the sinks; of a short prompt all."""
-    windows = Windows(4, 7, 4, CPU)
+    windows = ResidualRings(4, 7, 4, CPU)
     table, slots = torch.tensor([[1, 2], [3, 0]]), torch.cat((torch.arange(45) + PAGE, torch.arange(6) + 3 * PAGE))
     batch = Batch.of(
         [45, 6], torch.tensor([45, 6]), table, slots, NoRope(8, CPU), page_size=PAGE, group=4, sinks=2,
-        windows=windows, has_codes=False,
+        rings=windows, has_codes=False,
     )  # fmt: skip
-    ring = windows.ring
+    ring = windows.length
     assert ring == 10
     assert (batch.recent[0] >= 0).nonzero().squeeze(1).tolist() == [*range(35, 45), *range(45, 51)]
     assert (batch.recent[0, 35:45] % ring).tolist() == [t % ring for t in range(35, 45)]
@@ -134,22 +134,22 @@ def test_the_last_tokens_of_a_prompt_go_into_its_ring() -> None:
 
 
 def test_requests_with_as_many_new_tokens_are_one_part_wherever_they_are() -> None:
-    windows, table = Windows(4, 0, 1, CPU), torch.tensor([[1], [2], [0], [3], [4]])
+    windows, table = ResidualRings(4, 0, 1, CPU), torch.tensor([[1], [2], [0], [3], [4]])
     slots = torch.tensor([PAGE + 9, *range(2 * PAGE, 2 * PAGE + 3), 3 * PAGE + 4, *range(4 * PAGE, 4 * PAGE + 3)])
     lengths = torch.tensor([10, 3, 0, 5, 3])
     batch = Batch.of(
-        [1, 3, 0, 1, 3], lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=1, sinks=0, windows=windows
+        [1, 3, 0, 1, 3], lengths, table, slots, NoRope(8, CPU), page_size=PAGE, group=1, sinks=0, rings=windows
     )
     ones, threes = batch.parts
     assert (ones.tokens.tolist(), ones.first) == ([[0], [4]], -1)
     assert (threes.tokens.tolist(), threes.first) == ([[1, 2, 3], [5, 6, 7]], -1)
-    assert [part.past.tolist() for part in batch.parts] == [[9, 4], [0, 0]]
+    assert [part.num_computed_tokens.tolist() for part in batch.parts] == [[9, 4], [0, 0]]
     assert [part.pages.table.tolist() for part in batch.parts] == [[[1], [3]], [[2], [4]]]
     x = torch.arange(8)
     assert torch.equal(ones.of(x), ones.tokens)
     alone = Batch.of(
         [1, 3, 3], lengths[[0, 1, 4]], table[[0, 1, 4]], slots[[0, 1, 2, 3, 5, 6, 7]], NoRope(8, CPU), page_size=PAGE,
-        group=1, sinks=0, windows=windows,
+        group=1, sinks=0, rings=windows,
     ).parts[1]  # fmt: skip
     assert alone.first == 1
     assert torch.equal(alone.of(x), alone.tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.methods.pages import PageTable
 from kvcli.paged import kernels as paged_kernels
 from kvcli.paged import reference as paged_reference
-from kvcli.paged.batch import Part
+from kvcli.paged.batch import UniformBatch
 from kvcli.rope import NoRope, TokenRotations
 
 PAGE = 32
@@ -25,14 +25,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def part_of(counts: int, past: list[int], closed: list[int], rings: list[int], order: Tensor) -> Part:
+def part_of(counts: int, past: list[int], closed: list[int], rings: list[int], order: Tensor) -> UniformBatch:
     requests = len(past)
-    return Part(
+    return UniformBatch(
         tokens=order[: requests * counts].view(requests, counts).to(DEVICE),
         first=-1,
-        past=torch.tensor(past, device=DEVICE),
-        closed=torch.tensor(closed, dtype=torch.int32, device=DEVICE),
-        rings=torch.tensor(rings, device=DEVICE),
+        num_computed_tokens=torch.tensor(past, device=DEVICE),
+        num_coded=torch.tensor(closed, dtype=torch.int32, device=DEVICE),
+        ring_slots=torch.tensor(rings, device=DEVICE),
         pages=PageTable(torch.tensor([[4 - i, -1] for i in range(requests)], dtype=torch.int32, device=DEVICE), PAGE),
         rotations=TokenRotations.first(NoRope(8, DEVICE), 2 * PAGE, DEVICE),
         has_codes=True,

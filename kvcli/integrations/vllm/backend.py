@@ -33,7 +33,7 @@ from kvcli.integrations.vllm.model import ARTIFACT, METHOD, choice_of_environmen
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.pages import LayerEncoder
-from kvcli.paged.windows import RESIDUAL_LENGTH, Windows
+from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
 
 _SPARE_RINGS = 16
 """Rings of requests that have just finished, which vLLM does not tell."""
@@ -44,7 +44,7 @@ _MOST_SCORES = 2**28
 """Scores of a layer that are kept at a time, in float32, for as many requests of a pass."""
 
 
-class Layers:
+class EngineState:
     """What the layers of a loaded model have in common: RoPE, kernels, and the largest numbers of a pass."""
 
     def __init__(self, config: VllmConfig) -> None:
@@ -83,8 +83,8 @@ class Layers:
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
         rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
         residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
-        self.make_windows = partial(Windows, rings, residual_length, self.group, device)
-        self.windows = list[Windows]()
+        self.make_rings = partial(ResidualRings, rings, residual_length, self.group, device)
+        self.rings = list[ResidualRings]()
         self.tokens: Tokens | None = None  # of the last pass
         self.num_heads = codecs[0].key.spec.num_heads
         self._passes = 0
@@ -92,8 +92,8 @@ class Layers:
     def check(self) -> None:
         """CacheError: numbers of the passes so far exceed the range of the codes, or exact keys are lost."""
         self.ranges.check()
-        for windows in self.windows:
-            windows.check()
+        for rings in self.rings:
+            rings.check()
 
     def check_sometimes(self) -> None:
         """`check`, which waits for the GPU, before every `_CHECKED`-th pass; prompts are looked at after each."""
@@ -102,16 +102,16 @@ class Layers:
             self.check()
 
 
-_made: list[tuple[VllmConfig, Layers]] = []
+_made: list[tuple[VllmConfig, EngineState]] = []
 """The last engine of this process, which has one at a time."""
 
 
-def layers_of(config: VllmConfig) -> Layers:
+def engine_state(config: VllmConfig) -> EngineState:
     """Those of an engine, made once for all of its layers."""
     if not _made or _made[0][0] is not config:
         # vLLM loads weights in its own dtype and on the GPU by default, which codecs are made without
         with set_default_torch_dtype(torch.float32), torch.device("cpu"):
-            _made[:] = [(config, Layers(config))]
+            _made[:] = [(config, EngineState(config))]
     return _made[0][1]
 
 
@@ -168,8 +168,10 @@ class Tokens(AttentionMetadata):
     graph, and is found anew when that is replayed: from tensors of vLLM that stay where they are.
     """
 
-    def __init__(self, layers: Layers, common: CommonAttentionMetadata, page_size: int, windows: Windows) -> None:
-        self.common, self.windows = common, windows
+    def __init__(
+        self, layers: EngineState, common: CommonAttentionMetadata, page_size: int, rings: ResidualRings
+    ) -> None:
+        self.common, self.rings = common, rings
         self._layers, self._size = layers, page_size
         self.is_decode = common.max_query_len == 1 and common.num_reqs == common.num_actual_tokens
 
@@ -192,7 +194,7 @@ class Tokens(AttentionMetadata):
             page_size=size,
             group=layers.group,
             sinks=layers.sinks,
-            windows=self.windows,
+            rings=self.rings,
             null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
             most_rows=max(1, _MOST_SCORES // (tokens * layers.num_heads)),
             has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
@@ -205,16 +207,16 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """Passes that decode are captured, but for methods without kernels: of these, whole tables would be decoded."""
-        backend = layers_of(vllm_config).backend
-        if backend.attend_codes is backend.attend_decoded:
+        backend = engine_state(vllm_config).backend
+        if backend.attend_codes is backend.attend_dequantized:
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._layers = layers_of(vllm_config)
-        self._windows = self._layers.make_windows()
-        self._layers.windows.append(self._windows)
+        self._layers = engine_state(vllm_config)
+        self._rings = self._layers.make_rings()
+        self._layers.rings.append(self._rings)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -223,15 +225,15 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
 
         Raises:
             UnsupportedModelError: attention that is not causal.
-            CacheError: as of `Layers.check`.
+            CacheError: as of `EngineState.check`.
         """
         if common_attn_metadata.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
         layers, tokens, common = self._layers, self._layers.tokens, common_attn_metadata
         # there is a builder for all layers whose pages have as many bytes: the first one that is asked finds the tokens
-        # of the pass, with its windows, for those that have the same block table
-        if tokens is None or tokens.common is not common or tokens.windows is self._windows:
-            tokens = layers.tokens = Tokens(layers, common, self.kv_cache_spec.block_size, self._windows)
+        # of the pass, with its rings, for those that have the same block table
+        if tokens is None or tokens.common is not common or tokens.rings is self._rings:
+            tokens = layers.tokens = Tokens(layers, common, self.kv_cache_spec.block_size, self._rings)
             layers.check_sometimes()
         return tokens
 
@@ -270,11 +272,11 @@ class CodesAttention(AttentionImpl[Tokens]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer's codecs, and tells vLLM the bytes of its tokens."""
         name, layer = self.named_layer()
-        layers, layer_idx = layers_of(self._config), extract_layer_index(name)
+        layers, layer_idx = engine_state(self._config), extract_layer_index(name)
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
-        windows = layers.make_windows()
-        shape = windows.count, windows.ring, 2, spec.num_kv_heads, spec.head_dim
+        recent = layers.make_rings()
+        shape = recent.count, recent.length, 2, spec.num_kv_heads, spec.head_dim
         rings = torch.zeros(shape, dtype=dtype, device=layers.ranges.device)
         self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
         self._last = layers if layer_idx == len(layers.encoders) - 1 else None

@@ -312,7 +312,7 @@ def test_codecs_of_a_model_in_16_bits_are_those_of_a_session(
     ask(name, artifact, **settings)
     with engine(saved(tiny_model.bfloat16(), tmp_path), dtype="bfloat16") as llm:
         assert len(answers(llm, prompts_of(tiny_model, 20))[0].tokens) == NEW_TOKENS
-        encoders = backend.layers_of(llm.llm_engine.vllm_config).encoders
+        encoders = backend.engine_state(llm.llm_engine.vllm_config).encoders
     with session_of(tiny_model, name, artifact, **settings) as session:
         for ours, codec in zip(encoders, session.codecs, strict=True):
             torch.testing.assert_close(ours.codec.state_dict(), codec.state_dict(), rtol=0, atol=0)

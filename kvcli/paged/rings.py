@@ -18,17 +18,17 @@ class Rings:
     """The rings of the requests of a pass, int64 [requests] each.
 
     Attributes:
-        slot: which ring; ring 0, which is nobody's, of a request that is not stored.
-        source: whose tokens are copied to it before the pass: its own, but of a request with the pages of another one.
-        closed: earlier tokens that are read from codes, whole groups; the others are in the ring.
+        ring: which one; ring 0, which is nobody's, of a request that is not stored.
+        copy_from: whose tokens are copied to it before the pass: its own, but for a request with pages of another.
+        num_coded: earlier tokens that are read from codes, whole groups; the others are in the ring.
     """
 
-    slot: Tensor
-    source: Tensor
-    closed: Tensor
+    ring: Tensor
+    copy_from: Tensor
+    num_coded: Tensor
 
 
-class Windows:
+class ResidualRings:
     """Which ring is whose. Token t of a request is in place t % ring of its ring.
 
     A request is known by the page of its last token, which no other one writes to. If that page is full, others with
@@ -43,16 +43,16 @@ class Windows:
         group: tokens whose keys are encoded together; those of the last group are exact until it is whole.
 
     Attributes:
-        ring: tokens of a ring, 0 if none are exact.
+        length: tokens of a ring, 0 if none are exact.
     """
 
     def __init__(self, rings: int, residual_length: int, group: int, device: torch.device) -> None:
-        self.ring, self._residual, self._group = residual_length + group - 1, residual_length, group
+        self.length, self._residual, self._group = residual_length + group - 1, residual_length, group
         # of each ring the page of the request's last token, -1 if nobody has it; the first token that was written
         # there, as one that begins with cached pages has none of these; the request's tokens; the pass of the last use
         self._state = torch.full((4, rings + 1), -1, dtype=torch.int64, device=device)
         self._passes = torch.zeros((), dtype=torch.int64, device=device)
-        self._lost = torch.zeros((), dtype=torch.bool, device=device)
+        self._lost_exact_keys = torch.zeros((), dtype=torch.bool, device=device)
 
     @property
     def count(self) -> int:
@@ -88,12 +88,12 @@ class Windows:
         slot = source.where(mine, free.where(others, 0))
         begin = first[source].where(found, past)
         self._state[:, slot] = torch.stack((last, begin, past + new, self._passes.expand_as(last)))
-        self._lost |= (stored & ~found & (past % self._group > 0)).any()
-        closed = begin.maximum(past - self._residual) // self._group * self._group
-        return Rings(slot, source.where(found, slot), closed)
+        self._lost_exact_keys |= (stored & ~found & (past % self._group > 0)).any()
+        num_coded = begin.maximum(past - self._residual) // self._group * self._group
+        return Rings(slot, source.where(found, slot), num_coded)
 
     def fork(self, page: int, copy: int) -> tuple[int, int] | None:
-        """Gives a request whose last page is a copy of another one's a ring, if that has one; source and copy."""
+        """Copy-on-write: gives a forked request a copy of its parent's ring, if there is one; (parent's, child's)."""
         found = (self._state[0] == page).nonzero()
         if not len(found):
             return None
@@ -108,5 +108,5 @@ class Windows:
 
     def check(self) -> None:
         """CacheError: a request that ended in an open group was not known. It waits for the device."""
-        if self._lost:
+        if self._lost_exact_keys:
             raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")

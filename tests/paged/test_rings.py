@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from kvcli.errors import CacheError
-from kvcli.paged.windows import Windows
+from kvcli.paged.rings import ResidualRings
 
 PAGE = 16
 Request = tuple[int, Sequence[int], int, int]
 """The page of the last earlier token or -1, pages of new tokens, and how many earlier and new tokens there are."""
 
 
-def windows_of(rings: int, residual_length: int = 8, group: int = 1) -> Windows:
-    return Windows(rings, residual_length, group, torch.device("cpu"))
+def windows_of(rings: int, residual_length: int = 8, group: int = 1) -> ResidualRings:
+    return ResidualRings(rings, residual_length, group, torch.device("cpu"))
 
 
-def advance(windows: Windows, *requests: Request) -> list[tuple[int, int, int]]:
+def advance(windows: ResidualRings, *requests: Request) -> list[tuple[int, int, int]]:
     """Ring, source and closed tokens of each request."""
     begun = [page for _, pages, past, _ in requests for page in pages[past % PAGE > 0 :]]
     earlier, pages, past, new = zip(*requests, strict=True)
     last = [x[-1] if x else -1 for x in pages]
     rings = windows.advance(*map(torch.tensor, (earlier, last, past, new)), torch.tensor(begun, dtype=torch.int64))
-    return list(zip(*(x.tolist() for x in (rings.slot, rings.source, rings.closed)), strict=True))
+    return list(zip(*(x.tolist() for x in (rings.ring, rings.copy_from, rings.num_coded)), strict=True))
 
 
 def test_a_request_keeps_its_ring_from_page_to_page() -> None:
@@ -42,7 +42,7 @@ def test_a_request_keeps_its_ring_from_page_to_page() -> None:
 
 def test_a_request_that_begins_with_cached_pages_has_no_recent_tokens() -> None:
     windows = windows_of(4, group=4)
-    assert windows.ring == 11
+    assert windows.length == 11
     advance(windows, (-1, [3, 5], 0, 20))
     for request, closed in (
         ((3, [6], 16, 1), 16),
