@@ -89,7 +89,7 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
     assert not left
 
 
-MAX_LINES = 41_000
+MAX_LINES = 41_200
 MAX_TEST_LINES = 0.76
 """The lines of the package, and those of tests for each of the package and of research, which `tests/` tests, too.
 Code and cap do not rise in one commit: a feature that needs more deletes first, and who raises the cap does that alone
