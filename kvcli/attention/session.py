@@ -121,8 +121,10 @@ class Session:
             self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
         )
 
-    def load_cache(self, source: str | Path | Context) -> CompressedCache:
+    def load_cache(self, source: str | Path | Context, *, release: bool = False) -> CompressedCache:
         """A cache that goes on, with the very numbers, from what `save` wrote or `Context.load` read.
+
+        With `release`, the context loses each tensor when it is copied, and cannot be loaded again.
 
         Raises:
             CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.
@@ -142,7 +144,7 @@ class Session:
         except CacheError as error:
             raise CacheError(f"{context.name} contradicts itself: {error}") from error
         cache = self.new_cache()
-        cache.restore(context.snapshot)
+        cache.restore(context.snapshot, release or context is not source)
         return cache
 
     def identity(self) -> CacheIdentity:

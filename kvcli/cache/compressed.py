@@ -257,14 +257,19 @@ class CompressedCache(Cache):
         for store in self._stores:
             store.codec.key.reset_state(store.state, emptied)
 
-    def snapshot(self, device: torch.device | str = "cpu") -> Snapshot:
-        """A copy of the content on a device; CacheError if the cache is empty, or a pass over it broke off."""
+    def snapshot(self, device: torch.device | str | None = "cpu") -> Snapshot:
+        """A copy of the content on a device; CacheError if the cache is empty, or a pass over it broke off.
+
+        Without a device it shares the memory of a cache of one row, and is of use until that changes.
+        """
         self._check_only_full_attention("the cache cannot be saved", on_one_device="saved")
         self.passes.check_at_rest()
         return take(self.sequences, self._stores, device)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, release: bool = False) -> None:
         """Fills this cache, which is empty, with what one of the same model, method, settings and codecs held.
+
+        With `release`, the snapshot loses each tensor when it is copied.
 
         Raises:
             CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.
@@ -274,13 +279,15 @@ class CompressedCache(Cache):
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
         (device,) = self._seam.devices
-        stores = put(snapshot, sequences, self._codecs, device)
+        stores = put(snapshot, sequences, self._codecs, device, release)
         self._hold(sequences)
         for layer, store in zip(self.compressed, stores, strict=True):
             layer.store, layer.is_initialized = store, True
 
-    def context(self, input_ids: Tensor | None = None, notes: Mapping[str, Any] | None = None) -> Context:
-        """A copy of the content with what it depends on, to be saved.
+    def context(
+        self, input_ids: Tensor | None = None, notes: Mapping[str, Any] | None = None, copy: bool = True
+    ) -> Context:
+        """A copy of the content with what it depends on, to be saved; not `copy`: see `snapshot` without a device.
 
         Args:
             input_ids: the tokens that the cache holds, int64 [batch, slots]; a cache does not know them.
@@ -290,7 +297,8 @@ class CompressedCache(Cache):
         """
         if self._identity is None:
             raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
-        return Context(self.snapshot(), self._identity(), input_ids, notes or {})
+        snapshot = self.snapshot("cpu" if copy else None)
+        return Context(snapshot, self._identity(), input_ids, notes or {})
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
         """Writes the cache to one safetensors file, from which `Session.load_cache` goes on; see `Context.save`.

@@ -19,8 +19,8 @@ from kvcli.methods.layer_codec import LayerCodec
 
 @torch.no_grad()
 @ordinary_tensors
-def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.device | str) -> Snapshot:
-    """Copies the content of a cache, of one token or more, to a device."""
+def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.device | str | None) -> Snapshot:
+    """Copies the content of a cache, of one token or more, to a device; None: what lies in order is not copied."""
     ours = sequences.counts
     counts = SnapshotCounts(
         lengths=ours.lengths,
@@ -59,16 +59,17 @@ def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.devic
 @torch.no_grad()
 @ordinary_tensors
 def put(
-    snapshot: Snapshot, sequences: Sequences, codecs: Sequence[LayerCodec], device: torch.device
+    snapshot: Snapshot, sequences: Sequences, codecs: Sequence[LayerCodec], device: torch.device, release: bool = False
 ) -> list[LayerStore]:
     """Fills empty sequences, and stores that are made here, one per layer.
 
-    The snapshot's tensors are checked, and copied to the device one by one.
+    The snapshot's tensors are checked, and copied to the device one by one; with `release`, it loses each then.
 
     Raises:
         CacheError: a snapshot that these codecs cannot have made.
     """
-    stored, counts, tensors = snapshot.counts, sequences.counts, dict(snapshot.tensors)
+    stored, counts = snapshot.counts, sequences.counts
+    tensors = snapshot.tensors if release else dict(snapshot.tensors)
     valid, positions = tensors.pop(VALID, None), tensors.pop(POSITIONS, None)
     if valid is None or valid.dtype != torch.bool or valid.ndim != 2 or valid.sum(1).tolist() != [*stored.lengths]:
         raise CacheError("the snapshot's padding marks do not agree with its numbers of tokens")
@@ -99,8 +100,10 @@ def put(
     return stores
 
 
-def _copied(x: Tensor, used: Counts | None, device: torch.device | str) -> Tensor:
-    """A contiguous copy; 0 where rows do not use it."""
+def _copied(x: Tensor, used: Counts | None, device: torch.device | str | None) -> Tensor:
+    """A contiguous copy, 0 where rows do not use it; without a device the tensor, where its only row uses all."""
+    if device is None and len(x) == 1:
+        return x
     copied = torch.empty(x.shape, dtype=x.dtype, device=device)
     copied.copy_(x)
     for row, count in enumerate(used or ()):

@@ -46,6 +46,8 @@ from kvcli.storage.tensors import SafetensorsHeader
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _ALIGNMENT = 8
+_THREADS = 4
+"""Blocks of a context that are made at once."""
 _NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
 
 
@@ -140,8 +142,10 @@ class Context:
     notes: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="this context", compare=False)
 
-    def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, bytes]]:
-        """Its record, and the bytes of its blocks; parts of codes are rounded up to whole groups of the method.
+    def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, Tensors]]:
+        """Its record, and what its blocks are of; parts of codes are rounded up to whole groups of the method.
+
+        `blocks.encode` makes the bytes of a block, once more: all at once, they would be another copy in memory.
 
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots, or positions that no reader takes.
@@ -158,9 +162,8 @@ class Context:
         first, coded, last = split(snapshot, size) if plain else (dict(snapshot.tensors), [], {})
         tokens: list[Tensors] = [] if self.input_ids is None else [{INPUT_IDS: self.input_ids.int()}]
         parts = [*tokens, first, *coded, *([last] if plain else [])]
-        with ThreadPoolExecutor() as threads:
-            encoded = list(threads.map(encode, parts))
-        blocks, start = [block for block, _ in encoded], len(tokens)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            blocks, start = [*threads.map(_block, parts)], len(tokens)
         bytes_of, values_per_token = Counter[str](), 0
         for name, x in snapshot.tensors.items():
             kind = name.split(".")[2] if name.startswith("layers.") else name
@@ -180,7 +183,7 @@ class Context:
             coded=tuple(blocks[start + 1 : start + 1 + len(coded)]),
             last=blocks[-1] if plain else None,
         )
-        return record, dict(encoded)
+        return record, dict(zip(blocks, parts, strict=True))
 
     @classmethod
     def decode(
@@ -248,8 +251,8 @@ class Context:
         with lock(temporary_path(path), busy, make_file=True), replacing(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
-                for block, data in blocks.items():
-                    file.write(data)
+                for block, part in blocks.items():
+                    file.write(encode(part)[1])
                     file.write(bytes(-block.bytes % _ALIGNMENT))
             return temporary.stat().st_size
 
@@ -292,6 +295,11 @@ def read_header(path: Path) -> tuple[SafetensorsHeader, ContextRecord]:
 def _unreadable(path: Path, error: Exception) -> CacheError:
     wrong = f"{path} is no file that can be read, or it is damaged ({error_text(error)})"
     return CacheError(f"{wrong}; {ContextRecord.REMEDY}")
+
+
+def _block(part: Tensors) -> Block:
+    """A block without its bytes."""
+    return encode(part)[0]
 
 
 def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import sub
@@ -123,7 +123,7 @@ class Snapshot:
     """
 
     counts: SnapshotCounts
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
 
     def check(self, dtype: torch.dtype) -> None:
         """Checks what checksums cannot tell: that the tensors can be those of a cache of a model in this dtype.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.blocks import BLOCK_TOKENS, Block, encode, is_plain, verify_blocks
+from kvcli.cache.blocks import BLOCK_TOKENS, Block, Tensors, encode, is_plain, verify_blocks
 from kvcli.cache.context import INPUT_IDS, Context, ContextRecord
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts.index import UNUSED, check_name
@@ -106,7 +106,7 @@ class ContextStore(ContextReader):
                 replaces = db.execute("SELECT 1 FROM contexts WHERE name = ?", (name,)).fetchone() is not None
                 if replaces and not overwrite:  # by another process, since it was checked
                     self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
-                new_bytes = sum(self._write(block, data) for block, data in blocks.items())
+                new_bytes = sum(self._write(block, part) for block, part in blocks.items())
                 db.execute("DELETE FROM contexts WHERE name = ?", (name,))
                 _insert(db, name, record, tokens)
                 break
@@ -190,7 +190,7 @@ class ContextStore(ContextReader):
             db.executemany("DELETE FROM blocks WHERE digest = ?", [(digest,) for digest in unused])
         return freed
 
-    def _write(self, block: Block, data: bytes) -> int:
+    def _write(self, block: Block, part: Tensors) -> int:
         """Writes a block unless it is there; returns the bytes written. The caller alone writes to the store."""
         place = self._place(block)
         try:
@@ -198,7 +198,7 @@ class ContextStore(ContextReader):
         except CacheError:
             temporary_path(place.path).unlink(missing_ok=True)  # of whatever kind it is
             with replacing(place.path) as temporary:
-                temporary.write_bytes(data)
+                temporary.write_bytes(encode(part)[1])
             return block.bytes
         return 0
 

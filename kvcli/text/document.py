@@ -78,6 +78,7 @@ class Document:
         self.name = f"{name_from(source)[:80]}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
         self.kept_tokens = self.reused_tokens = 0
         self._context: Context | None = None
+        self._cache: CompressedCache | None = None
         self._keep_after = 0.0
 
     def prompt(self, question: str, new_tokens: int) -> Tensor:
@@ -95,25 +96,19 @@ class Document:
         """A clause that says how much of the document so many tokens are."""
         return f"its first {max(0, tokens)} tokens would fit, {100 * max(0, tokens) // self.ids.shape[1]} % of it"
 
-    def read(self, progress: Progress = no_progress, say: Say = say_nothing) -> Context:
-        """The document's context: what the store has of it, and the rest read now.
+    def read(self, progress: Progress = no_progress, say: Say = say_nothing) -> None:
+        """Reads what is not kept yet. The next question is put to this very cache, later ones to what was kept.
 
         `say` gets a line about every damaged context that begins alike, which is passed over.
 
         ContextError, OSError: the store cannot be read or written; ModelError: the model's values are not finite.
         """
-        if self._context is None and self.store is not None:
-            window = max(1, self.session.config.residual_length)
-            found = self.store.fetch(self.ids, self._identity, say=say, window=window)
-            if found is not None:
-                self._context, self.kept_tokens = found[1], found[0].num_tokens
-                self.reused_tokens = self.kept_tokens
-        if self._context is None or self.kept_tokens < self.ids.shape[1]:
-            cache = None if self._context is None else self.session.load_cache(self._context)
-            chunk: dict[str, Any] = {"prefill_chunk": self.prefill_chunk, "past_key_values": cache}
-            compress(self.session, self.ids, **chunk, progress=progress, after_chunk=self._keep)
-            assert self._context is not None
-        return self._context
+        if self._cache is None:
+            cache = self._load(say)
+            if cache is None or self.kept_tokens < self.ids.shape[1]:
+                chunk: dict[str, Any] = {"prefill_chunk": self.prefill_chunk, "past_key_values": cache}
+                cache = compress(self.session, self.ids, **chunk, progress=progress, after_chunk=self._keep)
+            self._cache = cache
 
     def ask(
         self,
@@ -129,18 +124,33 @@ class Document:
         """
         sampling = sampling or SamplingConfig(256)
         ids = self.prompt(question, sampling.max_new_tokens)
-        cache = self.session.load_cache(self.read())
+        self.read()
+        cache, self._cache = self._cache, None
         options: dict[str, Any] = {"seed": seed, "write": write, "prefill_chunk": self.prefill_chunk}
         return generate_text(self.loaded, self.session, ids, sampling, cache=cache, **options)[0]
 
+    def _load(self, say: Say) -> CompressedCache | None:
+        """A cache with the first of the document's tokens, of which there are `kept_tokens`; None: none are kept."""
+        if self.store is None:
+            return None if self._context is None else self.session.load_cache(self._context)
+        window = max(1, self.session.config.residual_length)
+        found = self.store.fetch(self.ids, self._identity, say=say, window=window)
+        before, self.kept_tokens = self.kept_tokens, 0 if found is None else found[0].num_tokens
+        if not before:
+            self.reused_tokens = self.kept_tokens
+        return None if found is None else self.session.load_cache(found[1], release=True)
+
     def _keep(self, cache: CompressedCache) -> None:
-        """Copies and stores a cache with the first of the document's tokens, if it is time for that or it has all."""
+        """Stores a cache with the first of the document's tokens, or copies it, if it is time or it has them all."""
         started, count = time.monotonic(), cache.get_seq_length()
         if count < self.ids.shape[1] and started < self._keep_after:
             return
-        self._context = cache.context(self.ids[:, :count].cpu(), self.notes)
-        if self.store is not None:
-            self.store.put(self._context, name=self.name, overwrite=True)
+        ids, shared = self.ids[:, :count].cpu(), self.store is not None and self.ids.device.type == "cpu"
+        context = cache.context(ids, self.notes, copy=not shared)
+        if self.store is None:
+            self._context = context
+        else:
+            self.store.put(context, name=self.name, overwrite=True)
         self.kept_tokens, now = count, time.monotonic()
         self._keep_after = now + _READING_PER_KEEPING * (now - started)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from factories import load, make_model
 from transformers import pipeline
 
 import kvcli
+from kvcli.cache.blocks import encode
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, UsageError
 from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
@@ -57,6 +59,43 @@ def test_of_a_longer_document_so_much_is_used_that_the_last_tokens_are_exact(mad
         document.read()
         store.remove(document.name)
         assert 100 < document.reused_tokens <= document.ids.shape[1] - 8
+
+
+@pytest.fixture
+def new_bytes() -> Iterator[Callable[[], int]]:
+    """Counts the bytes of tensors that were made since the test began."""
+
+    def count() -> int:
+        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+    gc.collect()
+    gc.freeze()
+    yield count
+    gc.unfreeze()
+
+
+def test_a_document_is_in_memory_once(
+    made: Any, loaded: Any, tmp_path: Path, new_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is stored, while the first question is asked, and for the next one, which loads it."""
+    seen: list[int] = []
+    document = made(store=ContextStore(tmp_path, block_tokens=32))
+
+    def note(*call: Any) -> Any:
+        seen.append(new_bytes())
+        return encode(*call) if len(call) == 1 else None
+
+    monkeypatch.setattr("kvcli.cache.context.encode", note)
+    monkeypatch.setattr("kvcli.contexts.store.encode", note)
+    document.read()
+    stored = len(seen)
+    hook = loaded.model.model.register_forward_pre_hook(note)
+    size = document.ask("Which times?", SAMPLING).memory.allocated_bytes
+    document.ask("Which age?", SAMPLING)
+    hook.remove()
+    assert stored > 20
+    assert max(seen) < 1.2 * size
 
 
 def test_pieces_of_the_answer_are_streamed(made: Any) -> None:
