@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from pkgutil import resolve_name
 
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import (
-    ask,
-    calibrate,
-    chat,
-    compress,
-    contexts,
-    demo,
-    doctor,
-    fit,
-    generate,
-    inspect,
-    methods,
-    plan,
-    recommend,
-    report,
-    serve,
-    share,
-    suites,
-    tune,
-    warmup,
-)
+from kvcli.cli.groups import group
 from kvcli.cli.output import write_stdout
 
-app = typer.Typer(
-    name="kvcli",
+COMMANDS = {
+    **{"demo": "demo:COMMAND", "recommend": "recommend:COMMAND", "plan": "plan:COMMAND"},
+    **{"calibrate": "calibrate:CALIBRATE", "merge": "calibrate:MERGE", "fit": "fit:FIT"},
+    **{"train-codebook": "fit:TRAIN_CODEBOOK", "fit-subspace": "fit:FIT_SUBSPACE", "export": "fit:EXPORT"},
+    **{"ask": "ask:COMMAND", "generate": "generate:COMMAND", "compress": "compress:COMMAND"},
+    **{"contexts": "contexts:COMMANDS", "chat": "chat:COMMAND", "serve": "serve:COMMAND"},
+    **{"eval": "suites:EVAL", "bench": "suites:BENCH", "tune": "tune:COMMAND", "methods": "methods:COMMAND"},
+    **{"report": "report:COMMAND", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF"},
+    **{"push": "share:PUSH", "pull": "share:PULL"},
+    **{"warmup": "warmup:COMMAND", "doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
+}
+"""Command name to `module:attribute` in this package, in the order of the help."""
+
+
+def _imported(path: str) -> typer.Typer:
+    found = resolve_name(f"kvcli.cli.{path}")
+    return found if isinstance(found, typer.Typer) else found.typer()
+
+
+app = group(
+    "kvcli",
+    COMMANDS,
+    _imported,
     help="Compress the KV cache of language models to 1-4 bits: calibrate, fit, export, generate, measure.",
     epilog="Start with: kvcli demo",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     add_completion=True,
-    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -55,18 +54,6 @@ def _main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="print the version"),
 ) -> None:
     pass
-
-
-COMMANDS: tuple[Any, ...] = (
-    *(demo.COMMAND, recommend.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, tune.COMMAND),
-    *(methods.COMMAND, report.COMMAND, inspect.INSPECT, inspect.DIFF, share.PUSH, share.PULL),
-    *(warmup.COMMAND, doctor.DOCTOR, doctor.ENV),
-)
-"""In the order of the help."""
-
-for command in COMMANDS:
-    command.register(app)
 
 
 def run_command_line() -> int:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.cli.command import Command
-from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.cli.statistics import describe_generation
 from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
@@ -119,9 +119,9 @@ def _check_memory(document: Document, more: int) -> None:
     plan = MethodPlan(planned, session.method.name, session.method, session.config, fused)
 
     def needed(tokens: int) -> int:
-        """The cache is copied when it is stored, twice in the memory of the CPU."""
-        copies = 2 * plan.memory(tokens, more).cache_bytes if model.device.type == "cpu" else 0
-        return plan.bytes_beside_weights(tokens, more, chunk=document.prefill_chunk) + copies
+        """A fifth of the cache, on the CPU, for the blocks that are being stored or loaded."""
+        blocks = plan.memory(tokens, more).cache_bytes // 5 if model.device.type == "cpu" else 0
+        return plan.bytes_beside_weights(tokens, more, chunk=document.prefill_chunk) + blocks
 
     free = free_bytes(model.device)
     if needed(tokens) > free:

@@ -17,6 +17,7 @@ import typer
 from pydantic import BaseModel
 
 from kvcli.cli.flags import SHARED_FLAGS, OptionsT, resolve, signature
+from kvcli.cli.groups import TYPER
 from kvcli.cli.output import Output, duration
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError, error_text
@@ -49,7 +50,9 @@ class Command(Generic[OptionsT]):
     saves_memory: str = ""
     summary: str = ""
 
-    def register(self, app: typer.Typer) -> None:
+    def typer(self) -> typer.Typer:
+        """The command as typer takes it."""
+        app = typer.Typer(**TYPER)
 
         def invoke(**values: Any) -> None:
             shared = {name: values.pop(name) for name in SHARED_FLAGS}
@@ -76,6 +79,7 @@ class Command(Generic[OptionsT]):
         invoke.__annotations__ = annotations
         summary = self.summary or inspect.cleandoc(self.run.__doc__ or "")
         app.command(self.name, help=summary, epilog=f"Example: {self.example}")(invoke)
+        return app
 
 
 def _run(command: Command[OptionsT], flags: dict[str, Any], config: str | None, output: Output) -> None:

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
 from kvcli.cli.command import Command
+from kvcli.cli.groups import group
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
@@ -256,24 +256,20 @@ def import_files(options: ImportOptions, output: Output) -> None:
     output.result({"store": str(store.folder), "rows": records}, "\n".join(lines))
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    group = typer.Typer(
-        name="contexts",
-        help="Contexts on disk: what is stored, what it takes, whether it is whole.",
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-        epilog="Example: kvcli contexts list",
-    )
-    commands: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
-        ("list", StoreOptions, list_contexts, "list", ()),
-        ("show", ShowOptions, show, "show report --kl", ("name",)),
-        ("verify", VerifyOptions, verify, "verify", ("names",)),
-        ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
-        ("rm", RemoveOptions, remove, "rm report", ("names",)),
-        ("export", ExportContextOptions, export_context, "export report --out report.safetensors", ("name",)),
-        ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
-    )
-    for name, options, run, example, arguments in commands:
-        Command(name, options, run, f"kvcli contexts {example}", arguments).register(group)
-    app.add_typer(group)
+_COMMANDS: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
+    ("list", StoreOptions, list_contexts, "list", ()),
+    ("show", ShowOptions, show, "show report --kl", ("name",)),
+    ("verify", VerifyOptions, verify, "verify", ("names",)),
+    ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
+    ("rm", RemoveOptions, remove, "rm report", ("names",)),
+    ("export", ExportContextOptions, export_context, "export report --out report.safetensors", ("name",)),
+    ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
+)
+COMMANDS = group(
+    "contexts",
+    {x[0]: Command(*x[:3], f"kvcli contexts {x[3]}", x[4]) for x in _COMMANDS},
+    Command.typer,
+    help="Contexts on disk: what is stored, what it takes, whether it is whole.",
+    no_args_is_help=True,
+    epilog="Example: kvcli contexts list",
+)

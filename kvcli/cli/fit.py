@@ -163,19 +163,22 @@ def generate_with(artifact: str) -> list[str]:
     return [] if model is None else ["kvcli", "generate", *model_argument(model), *words]
 
 
-def _commands() -> list[Command[FitOptions]]:
-    """`fit`, and its other names with the settings of their methods as options."""
-    memory = "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens"
-    example = f"kvcli fit --method {DEFAULT_METHOD}-1"
-    commands = [Command("fit", FitOptions, run, example, ("samples",), None, True, memory)]
-    for name, method in FIT_NAMES.items():
-        about = "method to fit, with or without bits"
-        options = create_model(name, __base__=FitOptions, method=(str, Field(method, description=about)))
-        text = f"The same as 'kvcli fit --method {method}', with its settings as options."
-        settings = get_config(method)
-        commands.append(Command(name, options, run, f"kvcli {name}", ("samples",), settings, True, memory, text))
-    return commands
+_SHARED: dict[str, Any] = {
+    "arguments": ("samples",),
+    "resumes": True,
+    "saves_memory": "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens",
+}
 
 
-COMMANDS = _commands()
+def _fit_as(name: str) -> Command[FitOptions]:
+    """Another name of `fit`, with the settings of its method as options."""
+    method = FIT_NAMES[name]
+    field = Field(method, description="method to fit, with or without bits")
+    options = create_model(name, __base__=FitOptions, method=(str, field))
+    text = f"The same as 'kvcli fit --method {method}', with its settings as options."
+    return Command(name, options, run, f"kvcli {name}", settings=get_config(method), summary=text, **_SHARED)
+
+
+FIT = Command("fit", FitOptions, run, f"kvcli fit --method {DEFAULT_METHOD}-1", **_SHARED)
+TRAIN_CODEBOOK, FIT_SUBSPACE = map(_fit_as, FIT_NAMES)
 EXPORT = Command("export", ExportArtifactOptions, export_artifact, "kvcli export", ("runs",))

@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.cli import calibrate, fit
 from kvcli.cli.output import Output, Stage
 from kvcli.commands import paths
 from kvcli.errors import ArtifactError, UsageError
@@ -37,6 +36,7 @@ def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:
     It is kept in the user's cache, by method and fingerprint; the recording is deleted.
     """
     from kvcli.artifact.metadata import METADATA, Metadata
+    from kvcli.cli import calibrate, fit
     from kvcli.models.fingerprint import differs
 
     name = f"{method}-{sha256(loaded.fingerprint.encode()).hexdigest()[:12]}"
@@ -65,6 +65,8 @@ def fit_time(model: str, method: str) -> str:
 
     Two cores were seen to take 15 ps for a weight and a token, with gradients four times that and 40 ns for a score.
     """
+    from kvcli.cli import calibrate
+
     config_cls, recorded = get_config(parse_name(method)[0]), calibrate.CalibrateOptions.model_fields["tokens"].default
     folder = copy_folder(BUILTIN_MODELS[model]) if model in BUILTIN_MODELS else Path(model).expanduser()
     try:

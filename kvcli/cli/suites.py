@@ -11,12 +11,13 @@ import typer
 from typer.core import TyperGroup
 
 from kvcli.cli.command import Command, model_argument, try_method
+from kvcli.cli.groups import group
 from kvcli.cli.output import Output
 from kvcli.commands.options import Options
 from kvcli.commands.suite import Records, Suite
 from kvcli.errors import suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
-from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, get_suite
+from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, UNFITTED_METHOD, get_suite
 from kvcli.storage.atomic import append_record
 
 Following = Callable[[Records, Any], Sequence[Any]]
@@ -50,10 +51,8 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
         raise summary.failure
 
 
-def _register_suites(
-    app: typer.Typer, name: str, paths: Mapping[str, str], default: str, text: str, following: Following
-) -> None:
-    """Adds a command with a subcommand for each suite; `default` is the suite that is meant where none is named."""
+def _suites(name: str, paths: Mapping[str, str], default: str, text: str, following: Following) -> typer.Typer:
+    """A command with a subcommand for each suite; `default` is the suite that is meant where none is named."""
 
     class Suites(TyperGroup):
         """Puts the suite's name first: `MODEL --suite X` and `MODEL --suite=X` are `X MODEL`, others the default."""
@@ -61,19 +60,20 @@ def _register_suites(
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             return super().parse_args(ctx, args if ctx.resilient_parsing else suite_first(args, paths, default))
 
-    suites: list[Suite] = [get_suite(path) for path in paths.values()]
-    group = typer.Typer(
-        cls=Suites,
-        help=f"{text} Without SUITE: {default}. 'kvcli {name} SUITE --help' shows the options of a suite.",
-        epilog=f"Example: {next(suite.example for suite in suites if suite.name == default)}",
-        subcommand_metavar="SUITE [MODEL] [OPTIONS]",
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    for suite in suites:
+    def command(path: str) -> typer.Typer:
+        suite: Suite = get_suite(path)
         shared: dict[str, Any] = {"arguments": ("model",), "saves_memory": suite.saves_memory, "summary": suite.help}
-        run = partial(run_suite, suite, following)
-        Command(suite.name, suite.options, run, suite.example, **shared).register(group)
-    app.add_typer(group, name=name)
+        return Command(suite.name, suite.options, partial(run_suite, suite, following), suite.example, **shared).typer()
+
+    return group(
+        name,
+        paths,
+        command,
+        Suites,
+        help=f"{text} Without SUITE: {default}. 'kvcli {name} SUITE --help' shows the options of a suite.",
+        epilog=f"Example: kvcli {name} --method {UNFITTED_METHOD}",
+        subcommand_metavar="SUITE [MODEL] [OPTIONS]",
+    )
 
 
 def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) -> list[str]:
@@ -99,17 +99,18 @@ def last_method(rows: Records) -> str:
     return names[-1] if names else next(name for name in METHODS if name not in (BASELINE, DEFAULT_METHOD))
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands; after `eval` comes a page of its file, else the last method is timed or evaluated."""
+def _evaluate(records: Records, options: Any) -> list[str]:
+    """The last method is evaluated next."""
+    model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
+    return try_method(last_method(records), "eval", model)
 
-    def evaluate(records: Records, options: Any) -> list[str]:
-        model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
-        return try_method(last_method(records), "eval", model)
 
-    def show(records: Records, options: Any) -> list[Any]:
-        return ["kvcli", "report", options.out] if options.out else ["kvcli", "bench", "--method", last_method(records)]
+def _show(records: Records, options: Any) -> list[Any]:
+    """A page of the records' file comes next; without one, the last method is timed."""
+    return ["kvcli", "report", options.out] if options.out else ["kvcli", "bench", "--method", last_method(records)]
 
-    _register_suites(
-        app, "eval", EVAL_SUITES, "kl", "Measure quality through the real cache, next to the uncompressed model.", show
-    )
-    _register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", evaluate)
+
+EVAL = _suites(
+    "eval", EVAL_SUITES, "kl", "Measure quality through the real cache, next to the uncompressed model.", _show
+)
+BENCH = _suites("bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", _evaluate)

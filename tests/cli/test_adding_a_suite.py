@@ -7,30 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from foundation.test_method_names import mentions
 from typer.testing import CliRunner
 
 import kvcli.eval
 from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Row, bench_table, run_row
 from kvcli.cli import suites
+from kvcli.cli.app import app
 from kvcli.commands.tables import DataTable
 from kvcli.eval.records import read_rows
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
-
-
-def commands() -> typer.Typer:
-    """Commands with the suites that are in the registries now."""
-    made = typer.Typer()
-    suites.register(made)
-    return made
 
 
 def test_it_measures_records_and_shows(adding: Any, tiny: Any) -> None:
     name, file = adding("adding_a_suite.md", kvcli.eval, EVAL_SUITES, "SUITE")
     assert mentions(file) == []
     sizes = ("--num-prompts", "8", "--prompt-tokens", "40", "--max-new-tokens", "12", "--residual-length", "8")
-    words, app = ["eval", name, "--method", "kivi-1", "--setting", "group_size=8", *sizes], commands()
+    words = ["eval", name, "--method", "kivi-1", "--setting", "group_size=8", *sizes]
     done = CliRunner().invoke(app, [*words, "--json", "--out", "rows.jsonl"])
     assert done.exit_code == 0, done.stderr
     reference, kivi = json.loads(done.stdout)["rows"]
@@ -65,7 +58,7 @@ def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.Monkey
     suite = BenchSuite(name="rows", help="x", options=BenchOptions, example="x", prepare=prepare, tabulate=table)
     monkeypatch.setitem(BENCH_SUITES, "rows", "x:SUITE")
     monkeypatch.setattr(suites, "get_suite", lambda path: suite if path == "x:SUITE" else get_suite(path))
-    done = CliRunner().invoke(commands(), ["bench", "rows", "--method", "kivi-2", "--device", "cpu"])
+    done = CliRunner().invoke(app, ["bench", "rows", "--method", "kivi-2", "--device", "cpu"])
     assert done.exit_code == 1
     assert done.stdout.count("sdpa: FAILED") == 2
     assert "error: kivi-2, 2 tokens, batch 1: ValueError: too long" in done.stderr

@@ -207,7 +207,26 @@ def test_a_plan_may_be_for_all_gpus() -> None:
     result("plan", "tiny", "--device", "auto", "--method", "fp16")
 
 
-def test_every_command_is_listed_once() -> None:
-    from kvcli.cli.app import COMMANDS
+IMPORTED = {
+    "--version": [],
+    "ask --help": ["kvcli.cli.ask"],
+    "generate --help": ["kvcli.cli.generate"],
+    "env --help": ["kvcli.cli.doctor"],
+    "eval kl --help": ["kvcli.cli.suites", "kvcli.eval.kl"],
+}
+"""What is imported of the modules of commands and suites."""
 
-    assert len(COMMANDS) == len(set(map(id, COMMANDS)))
+
+@pytest.mark.parametrize("words", IMPORTED)
+def test_a_command_imports_no_other(words: str) -> None:
+    program = f"""
+import sys
+from kvcli.cli.app import COMMANDS, run_command_line
+from kvcli.registry import BENCH_SUITES, EVAL_SUITES
+sys.argv = {["kvcli", *words.split()]}
+run_command_line()
+paths = [*map("kvcli.cli.{{}}".format, COMMANDS.values()), *BENCH_SUITES.values(), *EVAL_SUITES.values()]
+print(sorted({{path.partition(":")[0] for path in paths}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(IMPORTED[words])
