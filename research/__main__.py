@@ -7,17 +7,16 @@ import sys
 import typer
 
 from kvcli.cli import report, suites
+from kvcli.cli.groups import group
 from research import domains, reproduce
 from research.suites import add
 
 
 def make_app() -> typer.Typer:
     """The program; `eval`, `bench` and `report` know the suites of the registry."""
-    app = typer.Typer(name="research", no_args_is_help=True, pretty_exceptions_enable=False)
-    suites.register(app)
-    for module in (report, domains, reproduce):
-        module.COMMAND.register(app)
-    return app
+    others = {module.COMMAND.name: module.COMMAND.typer() for module in (report, domains, reproduce)}
+    commands = {"eval": suites.EVAL, "bench": suites.BENCH, **others}
+    return group("research", commands, lambda command: command, no_args_is_help=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def commands(_: str) -> str:
 
 def _sections(command: Any, path: str) -> Iterator[str]:
     """A command and those below it."""
-    below = getattr(command, "commands", {})
+    below = {name: command.get_command(None, name) for name in getattr(command, "commands", ())}
     if path == "kvcli":
         first = next(iter(below.values()))
         yield f"Every command has\n\n{_table([x for x in first.params if x.name in SHARED_FLAGS])}"

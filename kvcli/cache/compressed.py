@@ -258,9 +258,9 @@ class CompressedCache(Cache):
             store.codec.key.reset_state(store.state, emptied)
 
     def snapshot(self, device: torch.device | str | None = "cpu") -> Snapshot:
-        """A copy of the content on a device; CacheError if the cache is empty, or a pass over it broke off.
+        """A copy of the content on a device; of one row without a device, a view that is of use until the row changes.
 
-        Without a device it shares the memory of a cache of one row, and is of use until that changes.
+        CacheError: the cache is empty, or a pass over it broke off.
         """
         self._check_only_full_attention("the cache cannot be saved", on_one_device="saved")
         self.passes.check_at_rest()

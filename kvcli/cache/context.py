@@ -46,8 +46,6 @@ from kvcli.storage.tensors import SafetensorsHeader
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _ALIGNMENT = 8
-_THREADS = 4
-"""Blocks of a context that are made at once."""
 _NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
 
 
@@ -162,8 +160,8 @@ class Context:
         first, coded, last = split(snapshot, size) if plain else (dict(snapshot.tensors), [], {})
         tokens: list[Tensors] = [] if self.input_ids is None else [{INPUT_IDS: self.input_ids.int()}]
         parts = [*tokens, first, *coded, *([last] if plain else [])]
-        with ThreadPoolExecutor(_THREADS) as threads:
-            blocks, start = [*threads.map(_block, parts)], len(tokens)
+        with ThreadPoolExecutor(4) as threads:
+            blocks, start = [*threads.map(lambda part: encode(part)[0], parts)], len(tokens)
         bytes_of, values_per_token = Counter[str](), 0
         for name, x in snapshot.tensors.items():
             kind = name.split(".")[2] if name.startswith("layers.") else name
@@ -284,9 +282,6 @@ def read_header(path: Path) -> tuple[SafetensorsHeader, ContextRecord]:
         header = SafetensorsHeader.read(path)
         if _ENTRY not in header.metadata:
             raise CacheError(f"{path} is no context: kvcli did not write it")
-        if header.metadata[_ENTRY][64:65] == " ":  # after a checksum
-            old = f"{path} is of an earlier version of kvcli, which this one does not read"
-            raise CacheError(f"{old}; {ContextRecord.REMEDY}")
         return header, ContextRecord.unseal(header.metadata[_ENTRY], str(path))
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -295,11 +290,6 @@ def read_header(path: Path) -> tuple[SafetensorsHeader, ContextRecord]:
 def _unreadable(path: Path, error: Exception) -> CacheError:
     wrong = f"{path} is no file that can be read, or it is damaged ({error_text(error)})"
     return CacheError(f"{wrong}; {ContextRecord.REMEDY}")
-
-
-def _block(part: Tensors) -> Block:
-    """A block without its bytes."""
-    return encode(part)[0]
 
 
 def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:

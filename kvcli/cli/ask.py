@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.cli.command import Command
+from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
-from kvcli.cli.statistics import describe_generation
 from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import size
 from kvcli.errors import UsageError

@@ -12,11 +12,11 @@ from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.compress import SUFFIX
+from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.remote import talk
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
-from kvcli.cli.statistics import describe_generation
 from kvcli.commands.sizes import size
 from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
+from kvcli.cli.generate import smaller_from
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, Source, open_store, read_sources
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
-from kvcli.cli.statistics import smaller_from
 from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import parse_size, size
 from kvcli.contexts.index import check_name, name_from

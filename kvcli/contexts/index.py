@@ -107,18 +107,11 @@ class Index:
         return True
 
     def _exists(self) -> bool:
-        """Whether there is an index; ContextError if something else is in its place, or an earlier version's store."""
+        """Whether there is an index; ContextError if something else is in its place."""
         if self.path.is_file():
             return True
         if self.path.exists() or self.path.is_symlink():
             raise ContextError(f"{self.path} is no file; remove it, or name another folder with --store")
-        for path in filter(Path.is_file, self.folder.glob("*.json")):  # NAME.json, later NAME.context.json
-            with suppress(OSError), path.open("rb") as file:
-                if b'"block_tokens"' in file.read(2**24):
-                    raise ContextError(
-                        f"{self.folder} holds contexts of an earlier version of kvcli, which this one does not read; "
-                        "remove them and make them again with 'kvcli compress', or name another folder with --store"
-                    )
         return False
 
     @contextmanager

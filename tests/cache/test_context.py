@@ -235,12 +235,7 @@ def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
             assert "there is no such file" in refused(session, missing)
         (tmp_path / "text").write_text("hello")
         assert "damaged" in refused(session, tmp_path / "text")
-        for metadata, said in (
-            (None, "is no context: kvcli did not write it"),
-            ("[", "is damaged"),
-            # what version 0.1 wrote
-            (f"{'0' * 64} {{}}", "of an earlier version of kvcli, which this one does not read; make it again with"),
-        ):
+        for metadata, said in ((None, "is no context: kvcli did not write it"), ("[", "is damaged")):
             save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata=metadata and {"kvcli": metadata})
             assert said in refused(session, tmp_path / "other")
 

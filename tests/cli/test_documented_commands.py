@@ -102,8 +102,9 @@ def _options(words: list[str]) -> set[str]:
     for word in words[1:]:
         if word not in getattr(found, "commands", {}):
             break
-        found = found.commands[word]
-    parameters = [x for y in (found, *getattr(found, "commands", {}).values()) for x in y.params]
+        found = found.get_command(None, word)
+    below = (found.get_command(None, name) for name in getattr(found, "commands", ()))
+    parameters = [x for y in (found, *below) for x in y.params]
     return {"--help", *(flag for x in parameters for flag in (*x.opts, *x.secondary_opts))}
 
 

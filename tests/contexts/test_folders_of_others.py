@@ -136,17 +136,6 @@ def test_a_context_that_is_replaced_while_it_is_read_is_not_called_damaged(maker
     assert store.load(store.whole("a")).snapshot.num_tokens == 60
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.context.json"])
-def test_a_store_of_an_earlier_version_is_refused_with_what_to_do(maker: Any, store: ContextStore, name: str) -> None:
-    context = maker("rtn").context(tokens(60))
-    store.folder.mkdir()
-    (store.folder / name).write_text('{"format_version": 3, "block_tokens": 256}')
-    for use in (store.names, lambda: store.get("a"), lambda: store.put(context), store.prune, store.check_writable):
-        with pytest.raises(ContextError, match=r"an earlier version of kvcli, .* again with 'kvcli compress'"):
-            use()
-    assert [path.name for path in store.folder.rglob("*.*")] == [name]
-
-
 def test_a_store_that_is_read_only(maker: Any, store: ContextStore, monkeypatch: Any) -> None:
     made: Maker = maker("rtn")
     store.put(made.context(tokens(60)), name="a")
