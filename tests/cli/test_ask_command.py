@@ -84,9 +84,9 @@ def test_ctrl_c_keeps_what_was_read_and_the_answer_is_the_uninterrupted_one(
     resumed = ask("book.txt", QUESTION)
     assert passes == chunks[3:]
     assert resumed["document_tokens"] - resumed["read_tokens"] == 192
-    for answer in (resumed, whole):
-        del answer["memory"]["allocated_bytes"]  # of buffers that grew, or were loaded
-    assert (resumed["text"], resumed["memory"]) == (whole["text"], whole["memory"])
+    assert resumed["text"] == whole["text"]
+    for part in ("num_tokens", "num_encoded", "code_bytes", "window_bytes"):  # positions have room for more
+        assert resumed["memory"][part] == whole["memory"][part]
     assert ContextStore("s").names() == [resumed["context"]] == [partial]
 
 
