@@ -24,10 +24,11 @@ def group(
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "commands": dict.fromkeys(sources)})
+            self._sources = {**sources}
 
         def get_command(self, ctx: Any, name: str) -> Any:
-            if name in sources and self.commands[name] is None:
-                self.commands[name] = typer.main.get_command(make(sources[name]))
+            if name in self._sources and self.commands[name] is None:
+                self.commands[name] = typer.main.get_command(make(self._sources[name]))
             return self.commands.get(name)
 
     app = typer.Typer(name=name, cls=Group, **{**TYPER, **options})

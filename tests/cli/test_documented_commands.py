@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from console import invoke, result
 from doc_blocks import PAGES, ROOT, Block, blocks, commands, inline
 from factories import load, make_model
@@ -75,8 +76,18 @@ SMALL = {
 """Options that make a command small enough for a test."""
 
 BLOCKS = [*blocks()]
+
+
+def program(made: typer.Typer) -> Any:
+    """A program with the suites of now."""
+    found: Any = get_command(made)
+    assert all(found.get_command(None, name) for name in ("eval", "bench"))
+    return found
+
+
+PROGRAMS = {"kvcli": program(app)}
 with research() as laboratory:
-    PROGRAMS: dict[str, Any] = {"kvcli": get_command(app), "research": get_command(laboratory)}
+    PROGRAMS["research"] = program(laboratory)
 
 
 @pytest.fixture
