@@ -122,9 +122,7 @@ class Session:
         )
 
     def load_cache(self, source: str | Path | Context, *, release: bool = False) -> CompressedCache:
-        """A cache that goes on, with the very numbers, from what `save` wrote or `Context.load` read.
-
-        With `release`, the context loses each tensor when it is copied, and cannot be loaded again.
+        """A cache that goes on, with the very numbers, from what `save` wrote or a context, which `release` empties.
 
         Raises:
             CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.

@@ -258,18 +258,13 @@ class CompressedCache(Cache):
             store.codec.key.reset_state(store.state, emptied)
 
     def snapshot(self, device: torch.device | str | None = "cpu") -> Snapshot:
-        """A copy of the content on a device; of one row without a device, a view that is of use until the row changes.
-
-        CacheError: the cache is empty, or a pass over it broke off.
-        """
+        """A copy of the content on a device, or of one row a view; CacheError: it is empty, or a pass broke off."""
         self._check_only_full_attention("the cache cannot be saved", on_one_device="saved")
         self.passes.check_at_rest()
         return take(self.sequences, self._stores, device)
 
     def restore(self, snapshot: Snapshot, release: bool = False) -> None:
-        """Fills this cache, which is empty, with what one of the same model, method, settings and codecs held.
-
-        With `release`, the snapshot loses each tensor when it is copied.
+        """Fills an empty cache with what one of this model, method, settings and codecs held; `release` empties that.
 
         Raises:
             CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.

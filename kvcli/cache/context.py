@@ -141,9 +141,9 @@ class Context:
     name: str = field(default="this context", compare=False)
 
     def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, Tensors]]:
-        """Its record, and what its blocks are of; parts of codes are rounded up to whole groups of the method.
+        """Its record, and the tensors of its blocks, whose bytes would be another copy in memory.
 
-        `blocks.encode` makes the bytes of a block, once more: all at once, they would be another copy in memory.
+        Parts of codes are rounded up to whole groups of the method.
 
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots, or positions that no reader takes.

@@ -163,22 +163,20 @@ def generate_with(artifact: str) -> list[str]:
     return [] if model is None else ["kvcli", "generate", *model_argument(model), *words]
 
 
-_SHARED: dict[str, Any] = {
-    "arguments": ("samples",),
-    "resumes": True,
-    "saves_memory": "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens",
-}
+SAVES_MEMORY = "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens"
 
 
 def _fit_as(name: str) -> Command[FitOptions]:
     """Another name of `fit`, with the settings of its method as options."""
-    method = FIT_NAMES[name]
-    field = Field(method, description="method to fit, with or without bits")
-    options = create_model(name, __base__=FitOptions, method=(str, field))
+    method, about = FIT_NAMES[name], "method to fit, with or without bits"
+    options = create_model(name, __base__=FitOptions, method=(str, Field(method, description=about)))
     text = f"The same as 'kvcli fit --method {method}', with its settings as options."
-    return Command(name, options, run, f"kvcli {name}", settings=get_config(method), summary=text, **_SHARED)
+    return Command(
+        name, options, run, f"kvcli {name}", ("samples",), get_config(method), True, SAVES_MEMORY, summary=text
+    )
 
 
-FIT = Command("fit", FitOptions, run, f"kvcli fit --method {DEFAULT_METHOD}-1", **_SHARED)
+_EXAMPLE = f"kvcli fit --method {DEFAULT_METHOD}-1"
+FIT = Command("fit", FitOptions, run, _EXAMPLE, ("samples",), resumes=True, saves_memory=SAVES_MEMORY)
 TRAIN_CODEBOOK, FIT_SUBSPACE = map(_fit_as, FIT_NAMES)
 EXPORT = Command("export", ExportArtifactOptions, export_artifact, "kvcli export", ("runs",))

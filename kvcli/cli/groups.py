@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
-
-T = TypeVar("T")
 
 TYPER: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 """Options of typer for all commands."""
 
 
 def group(
-    name: str, sources: Mapping[str, T], make: Callable[[T], typer.Typer], base: Any = TyperGroup, **options: Any
+    name: str, sources: Mapping[str, Any], make: Callable[[Any], typer.Typer], base: Any = TyperGroup, **options: Any
 ) -> typer.Typer:
     """A group of commands in the order of its help; `make` makes one of its source, `options` are those of typer."""
 

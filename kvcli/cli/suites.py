@@ -65,15 +65,12 @@ def _suites(name: str, paths: Mapping[str, str], default: str, text: str, follow
         shared: dict[str, Any] = {"arguments": ("model",), "saves_memory": suite.saves_memory, "summary": suite.help}
         return Command(suite.name, suite.options, partial(run_suite, suite, following), suite.example, **shared).typer()
 
-    return group(
-        name,
-        paths,
-        command,
-        Suites,
-        help=f"{text} Without SUITE: {default}. 'kvcli {name} SUITE --help' shows the options of a suite.",
-        epilog=f"Example: kvcli {name} --method {UNFITTED_METHOD}",
-        subcommand_metavar="SUITE [MODEL] [OPTIONS]",
-    )
+    shown = f"{text} Without SUITE: {default}. 'kvcli {name} SUITE --help' shows the options of a suite."
+    words = {
+        "epilog": f"Example: kvcli {name} --method {UNFITTED_METHOD}",
+        "subcommand_metavar": "SUITE [MODEL] [OPTIONS]",
+    }
+    return group(name, paths, command, Suites, help=shown, **words)
 
 
 def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) -> list[str]:
@@ -100,13 +97,11 @@ def last_method(rows: Records) -> str:
 
 
 def _evaluate(records: Records, options: Any) -> list[str]:
-    """The last method is evaluated next."""
     model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
     return try_method(last_method(records), "eval", model)
 
 
 def _show(records: Records, options: Any) -> list[Any]:
-    """A page of the records' file comes next; without one, the last method is timed."""
     return ["kvcli", "report", options.out] if options.out else ["kvcli", "bench", "--method", last_method(records)]
 
 

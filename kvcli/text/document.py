@@ -135,9 +135,8 @@ class Document:
             return None if self._context is None else self.session.load_cache(self._context)
         window = max(1, self.session.config.residual_length)
         found = self.store.fetch(self.ids, self._identity, say=say, window=window)
-        before, self.kept_tokens = self.kept_tokens, 0 if found is None else found[0].num_tokens
-        if not before:
-            self.reused_tokens = self.kept_tokens
+        count = 0 if found is None else found[0].num_tokens
+        self.reused_tokens, self.kept_tokens = self.reused_tokens if self.kept_tokens else count, count
         return None if found is None else self.session.load_cache(found[1], release=True)
 
     def _keep(self, cache: CompressedCache) -> None:
