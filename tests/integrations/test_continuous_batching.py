@@ -205,7 +205,9 @@ def test_models_of_16_bits(name: str, dtype: torch.dtype, tiny_model: Any, tiny_
     model, prompts = tiny_model.to(dtype), prompts_of(tiny_model, 20, 9, 70)
     with enabled(model, name, artifact=artifact):
         ours = generated(model, prompts, page_size=64)
-    check_all(model, name, prompts, ours, artifact, atol=0.01 if dtype == torch.float16 else 0.08)
+    # log-probabilities of 4 to 8 in units in the last place: processors add up products of 16 bits in other orders
+    units = 4 if dtype == torch.float16 else 2.5
+    check_all(model, name, prompts, ours, artifact, atol=units * 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", ["rtn-2", "kivi-2"])
