@@ -11,17 +11,17 @@ import typer
 from kvcli._version import __version__
 from kvcli.cli.groups import group
 from kvcli.cli.output import write_stdout
+from kvcli.registry import FIT_NAMES
 
 COMMANDS = {
     **{"demo": "demo:COMMAND", "recommend": "recommend:COMMAND", "plan": "plan:COMMAND"},
     **{"calibrate": "calibrate:CALIBRATE", "merge": "calibrate:MERGE", "fit": "fit:FIT"},
-    **{"train-codebook": "fit:TRAIN_CODEBOOK", "fit-subspace": "fit:FIT_SUBSPACE", "export": "fit:EXPORT"},
-    **{"ask": "ask:COMMAND", "generate": "generate:COMMAND", "compress": "compress:COMMAND"},
+    **{name: f"fit:OTHER_NAMES.{name.replace('-', '_')}" for name in FIT_NAMES},
+    **{"export": "fit:EXPORT", "ask": "ask:COMMAND", "generate": "generate:COMMAND", "compress": "compress:COMMAND"},
     **{"contexts": "contexts:COMMANDS", "chat": "chat:COMMAND", "serve": "serve:COMMAND"},
     **{"eval": "suites:EVAL", "bench": "suites:BENCH", "tune": "tune:COMMAND", "methods": "methods:COMMAND"},
-    **{"report": "report:COMMAND", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF"},
-    **{"push": "share:PUSH", "pull": "share:PULL"},
-    **{"warmup": "warmup:COMMAND", "doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
+    **{"report": "report:COMMAND", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF", "push": "share:PUSH"},
+    **{"pull": "share:PULL", "warmup": "warmup:COMMAND", "doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
 }
 """Command name to `module:attribute` in this package, in the order of the help."""
 

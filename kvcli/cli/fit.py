@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
@@ -178,5 +179,5 @@ def _fit_as(name: str) -> Command[FitOptions]:
 
 _EXAMPLE = f"kvcli fit --method {DEFAULT_METHOD}-1"
 FIT = Command("fit", FitOptions, run, _EXAMPLE, ("samples",), resumes=True, saves_memory=SAVES_MEMORY)
-TRAIN_CODEBOOK, FIT_SUBSPACE = map(_fit_as, FIT_NAMES)
+OTHER_NAMES = SimpleNamespace(**{name.replace("-", "_"): _fit_as(name) for name in FIT_NAMES})
 EXPORT = Command("export", ExportArtifactOptions, export_artifact, "kvcli export", ("runs",))
