@@ -70,8 +70,8 @@ def test_the_first_run_is_left_out() -> None:
 def test_another_cache_than_was_saved_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = CompressedCache.restore
 
-    def without_values(self: CompressedCache, snapshot: Any) -> None:
-        restore(self, snapshot)
+    def without_values(self: CompressedCache, snapshot: Any, release: bool = False) -> None:
+        restore(self, snapshot, release)
         for layer in self.layers:
             layer.store.values.zero_()
 

@@ -12,16 +12,7 @@ from kvcli.cli.app import app
 
 def test_prompts_are_found_in_memory_and_on_disk(tmp_path: Path) -> None:
     shape = ("--random-weights", "tiny", "--layers", "1", "--device", "cpu", "--prompt-tokens", "300")
-    small = (
-        "--method",
-        "kivi-2",
-        "--setting",
-        "group_size=8",
-        "--setting",
-        "residual_length=8",
-        "--max-new-tokens",
-        "3",
-    )
+    small = ("--method", "kivi-2", "--setting", "group_size=8", "--setting", "residual_length=8", "--new-tokens", "3")
     done = CliRunner().invoke(
         app,
         ["bench", "serve", *shape, *small, "--clients", "1", "--clients", "3", "--json", "--out", str(tmp_path / "x")],
