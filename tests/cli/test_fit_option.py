@@ -11,7 +11,7 @@ from console import SHORT, invoke, refused, result
 from factories import load, make_model
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.cli import calibrate, fitting
+from kvcli.cli import calibrate, fit, fitting
 from kvcli.commands import paths
 from kvcli.commands.paths import newest_artifact
 from kvcli.errors import ArtifactError
@@ -87,15 +87,15 @@ def test_an_artifact_of_another_version_is_made_anew(recordings: list[int]) -> N
 
 
 def test_a_fit_that_was_stopped_goes_on(recordings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    write, run = fitting.fit.write_artifact, fitting.calibrate.run
+    write, run = fit.write_artifact, calibrate.run
 
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting.fit, "write_artifact", stopped)
+    monkeypatch.setattr(fit, "write_artifact", stopped)
     assert invoke("generate", *WORDS, "--fit").exit_code == 130
-    monkeypatch.setattr(fitting.fit, "write_artifact", write)
-    monkeypatch.setattr(fitting.calibrate, "run", run)
+    monkeypatch.setattr(fit, "write_artifact", write)
+    monkeypatch.setattr(calibrate, "run", run)
     done = invoke("generate", *WORDS, "--fit")
     assert "layers were fitted already and are reused" in done.stderr, done.output
 
