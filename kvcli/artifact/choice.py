@@ -156,7 +156,7 @@ class MethodChoice:
         if "flush_block" in self.settings:
             raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
         self.check()
-        return self
+        return replace(self, settings={**self.settings, "flush_block": 0}) if "flush_block" in self.named else self
 
     def check_model(self, spec: ModelSpec, fingerprint: str | None) -> None:
         """Raises ConfigError or ArtifactError if recipe or artifact are of another model; None: shapes only."""
