@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -116,14 +117,14 @@ class Output:
         if isinstance(human, str):
             write_stdout(human.translate(_BLANKS) + "\n")
         elif human is not None:
-            console = Console(highlight=False)
+            shown = StringIO()
+            console = Console(file=shown, highlight=False, force_terminal=sys.stdout.isatty() or None)
             rows = [[cell.translate(_BLANKS) for cell in row] for row in human.rows]
             human = replace(human, title=human.title.translate(_BLANKS), rows=rows)
             if not console.is_terminal:
                 console.width = max(200, human.width)
-            with console.capture() as shown:
-                console.print(human.fitted(console.width))
-            write_stdout(shown.get())
+            console.print(human.fitted(console.width))
+            write_stdout(shown.getvalue())
 
     @contextmanager
     def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:

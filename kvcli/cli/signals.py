@@ -17,7 +17,7 @@ class _State:
     """What has arrived."""
 
     raised: int | None = None  # the signal that was raised as an exception
-    waiting = False  # whether a signal is sent again and again until an import has ended
+    waiting: int | None = None  # the signal that is sent again and again until an import has ended
     sent_again = False  # whether the next signal is one of these, and not another one
     reported = False  # whether the user was told
 
@@ -38,10 +38,11 @@ def release_signals() -> None:
 
 def stop_reason() -> KeyboardInterrupt | None:
     """The exception of the signal that arrived, for the first who asks, who reports it."""
-    if _State.raised is None or _State.reported:
+    number = _State.raised if _State.raised is not None else _State.waiting
+    if number is None or _State.reported:
         return None
     _State.reported = True
-    return _exception(_State.raised)
+    return _exception(number)
 
 
 def _exception(number: int) -> KeyboardInterrupt:
@@ -50,13 +51,13 @@ def _exception(number: int) -> KeyboardInterrupt:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     again, _State.sent_again = _State.sent_again, False
-    if _State.raised is not None or (_State.waiting and not again):
+    if _State.raised is not None or (_State.waiting is not None and not again):
         os._exit(130 if number == signal.SIGINT else Terminated.exit_code)
-    _State.waiting = _in_import(frame)
-    if _State.waiting:
+    if _in_import(frame):
+        _State.waiting = number
         _send_later(number)
         return
-    _State.raised = number
+    _State.waiting, _State.raised = None, number
     raise _exception(number)
 
 
@@ -69,8 +70,9 @@ def _in_import(frame: FrameType | None) -> bool:
 
 def _send_later(number: int) -> None:
     def send() -> None:
-        _State.sent_again = True
-        os.kill(os.getpid(), number)
+        if not _State.reported:
+            _State.sent_again = True
+            os.kill(os.getpid(), number)
 
     timer = threading.Timer(0.05, send)
     timer.daemon = True
@@ -83,5 +85,5 @@ def _send_again(dropped: sys.UnraisableHookArgs) -> None:
     if number is None or not isinstance(dropped.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(dropped)
         return
-    _State.raised = None
+    _State.raised, _State.waiting = None, number
     _send_later(number)

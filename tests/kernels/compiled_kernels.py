@@ -188,7 +188,7 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     """Launches the kernels of exact tokens of an engine, with few and many tokens of a request."""
     from kvcli.methods.pages import PageTable
     from kvcli.paged import kernels as paged_kernels
-    from kvcli.paged.batch import Part
+    from kvcli.paged.batch import UniformBatch
     from kvcli.rope import NoRope, TokenRotations
 
     query, key = (torch.empty(640, heads, spec.head_dim, dtype=dtype) for heads in (spec.num_heads, spec.num_kv_heads))
@@ -196,7 +196,7 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     row, table = torch.zeros(1, dtype=torch.int64), PageTable(torch.zeros(1, 2, dtype=torch.int32), page_size)
     rotations = TokenRotations.first(NoRope(spec.head_dim, row.device), 1, row.device)
     for count in (1, 640):
-        part = Part(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
+        part = UniformBatch(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
         others = torch.empty(1, spec.num_heads, count, spec.head_dim), torch.empty(1, spec.num_heads, count)
         for new, state in ((True, None), (False, others)):
             paged_kernels.attend_exact(

@@ -97,7 +97,7 @@ def test_a_recipe_gives_method_bits_and_window(
     """Its `flush_block` has no effect in pages; KVCLI_SETTINGS change the rest."""
     read = recipe(tiny_model)
     assert (read.method, read.artifact) == ("turboquant", None)
-    assert read.named == SETTINGS
+    assert read.named == SETTINGS | {"flush_block": 0}
     exact, made = codecs_of(tiny_model.config, read, 1, None)[:2]
     assert (exact.sink_length, *(made[0].key.n_bits, made[0].value.n_bits)) == (2, 3, 2)
     monkeypatch.setenv("KVCLI_SETTINGS", '{"residual_length": 16}')
