@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType, UnionType
@@ -153,8 +154,6 @@ def resolve(
 
 
 def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
-    import yaml
-
     loaded = read_yaml(path)
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a mapping of options")
@@ -166,5 +165,5 @@ def _read_config(path: Path, options: type[Options], settings: type[BaseModel] |
         if key not in known:
             raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, known)}")
         if isinstance(value, dict) and key == "setting":  # NAME=VALUE texts on the command line
-            values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
+            values[key] = [f"{name}={json.dumps(inner)}" for name, inner in value.items()]
     return values

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 Impl = Literal["auto", "fused", "reference"]
 IMPL_HELP = "attention and encoding; auto: Triton kernels on a GPU, PyTorch elsewhere"
 """Help of every `--impl`."""
+
+_CHARACTERS, _DEPTH = 2**16, 12
+"""Of YAML, at most."""
 
 AUTO_DEVICE = "auto"
 """All GPUs, for commands that run models whose layers are on several."""
@@ -117,16 +122,51 @@ class ModelOptions(ComputeOptions):
         )
 
 
-def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds; ConfigError: it cannot be read, or is no such file."""
+def parse_yaml(text: str) -> Any:
+    """Values of YAML that JSON has, too.
+
+    ValueError: no YAML, longer or deeper than options are, with tags, a key twice, or an alias, by which it would grow.
+    """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            alias = isinstance(event, yaml.AliasEvent)
+            refused = f"alias *{event.anchor}" if alias else event.tag and f"tag {event.tag}"
+            if refused or self.depth == _DEPTH:
+                raise yaml.YAMLError(f"{refused or f'more than {_DEPTH} levels'}{event.start_mark}")
+            self.depth += 1
+            node: yaml.Node | None = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) < len(node.value):
+                twice = Counter(key.value for key, _ in node.value).most_common(1)[0][0]
+                raise yaml.YAMLError(f"'{twice}' stands twice{node.start_mark}")
+            return mapping
+
+    if len(text) > _CHARACTERS:
+        raise ValueError(f"more than {_CHARACTERS} characters")
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        return json.loads(json.dumps(yaml.load(text, Loader)))
+    except (yaml.YAMLError, OverflowError, TypeError) as error:  # a number; a date
+        raise ValueError(error_text(error)) from error
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds, as `parse_yaml`; ConfigError: it cannot be read, or is no such file."""
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            return parse_yaml(file.read(_CHARACTERS + 1))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {error_text(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
 
 
 def parse_settings(texts: list[str]) -> dict[str, Any]:
@@ -134,17 +174,15 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
 
     ConfigError: a text without `=`, or a value that is not YAML.
     """
-    import yaml
-
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"a setting is given as NAME=VALUE, not '{text}'")
         try:
-            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"the value of '{name}' cannot be read") from error
+            settings[name.strip().replace("-", "_")] = parse_yaml(value)
+        except ValueError as error:
+            raise ConfigError(f"the value of '{name}' cannot be read: {error}") from error
     return settings
 
 

@@ -167,7 +167,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("tokns: 3", "did you mean 'tokens'?"), ("- 3", ""), ("a: [", "is not YAML")]
+    ("text", "said"), [("tokns: 3", "did you mean 'tokens'?"), ("- 3", ""), ("a: [", "cannot be read as YAML")]
 )
 def test_files_of_options_are_mappings_of_known_keys(text: str, said: str) -> None:
     Path("c.yaml").write_text(text)

@@ -81,7 +81,7 @@ def test_a_recipe_of_another_model_is_refused_by_name(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("method: [", "is not YAML"),
+        ("method: [", "cannot be read as YAML"),
         ("- 1", "is no recipe of this kvcli: it does not hold names with values"),
         ("{model: m, fingerprint: f, method: kivi, settings: {}}", "was cut off: it does not say what was measured"),
         ("method: kivi", "there is no setting|model: Field required"),

@@ -14,6 +14,8 @@ from factories import make_model
 
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.cli.fit import generate_with
+from kvcli.cli.flags import _read_config
+from kvcli.cli.session_options import SamplingOptions
 from kvcli.commands import paths
 from kvcli.errors import ArtifactError, CorpusError
 from kvcli.models.fingerprint import differs, fingerprint
@@ -76,13 +78,38 @@ def test_a_positional_argument_is_named_as_the_help_names_it() -> None:
     assert "error: runs: an empty text" in refused("export", "")
 
 
+UNREAD = {
+    "*x": "alias *x",
+    "!!str 3": "tag tag:yaml.org,2002:str",
+    "b\nmodel: c": "'model' stands twice",
+    "[" * 12 + "]" * 12: "more than 12 levels",
+    "#" * 2**16: "more than 65536 characters",
+}
+"""What follows `model: ` in a file of options, and what is said of it."""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
-    [*((f"out: {x}\n", "--out: not a path") for x in ("5", "[a]", "{a: 1}")), ("[" * 2000, "is not YAML")],
+    [
+        *((f"out: {x}\n", "--out: not a path") for x in ("5", "[a]", "{a: 1}")),
+        *((f"corpus: &x a\nmodel: {x}\n", f"c.yaml cannot be read as YAML: {y}") for x, y in UNREAD.items()),
+    ],
 )
-def test_a_path_in_a_file_is_a_text_and_deep_yaml_is_refused(text: str, said: str) -> None:
+def test_a_path_in_a_file_is_a_text_and_yaml_that_is_more_than_options_is_refused(text: str, said: str) -> None:
     Path("c.yaml").write_text(text)
     assert said in refused("calibrate", "--config", "c.yaml")
+    if "YAML" in said:
+        assert said in refused("generate", "--recipe", "c.yaml", "--prompt", "x")
+
+
+@pytest.mark.parametrize("value", ["{a: 1, a: 2}", "[" * 13 + "]" * 13, "2026-01-01", "1:30:00" + ":00" * 300 + ".5"])
+def test_a_setting_is_yaml_that_json_could_hold(value: str) -> None:
+    assert "the value of 'x' cannot be read" in refused("generate", "--method", "kivi-2", "--setting", f"x={value}")
+
+
+def test_a_list_in_a_file_of_options_is_whole(tmp_path: Path) -> None:
+    Path("c.yaml").write_text("method: kivi-2\nsetting: {k_bits: [2, 4], residual_length: 32}\n")
+    assert _read_config(Path("c.yaml"), SamplingOptions, None)["setting"] == ["k_bits=[2, 4]", "residual_length=32"]
 
 
 MEMORY = {
