@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+from kvcli.serve.requests import Function
 from kvcli.text.detokenizer import Detokenizer
 
 Piece = tuple[str, Any]
@@ -110,9 +111,11 @@ class Answer:
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
         try:
-            chunks = response_events_to_chunks(events())
-            if any(isinstance(x, ToolCall) and not isinstance(x.name, str) for x in chunks):
-                raise TypeError
+            found = events()
+            for event in found:
+                if event["type"] == "region_close" and event["field"] == "tool_calls":
+                    event["value"]["function"] = Function.model_validate(event["value"]["function"]).model_dump()
+            chunks = response_events_to_chunks(found)
         except Exception:  # the model wrote it, and parsers raise errors of many kinds
             self.parser, chunks = None, [self._unparsed] if self._unparsed else []
         for chunk in chunks:

@@ -41,7 +41,7 @@ class Fields(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     def _said(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: x for name, x in values.items() if x is not None or name not in cls.model_fields}
+        return {name: x for name, x in values.items() if x is not None}
 
 
 class Part(Fields, extra="ignore"):
@@ -51,11 +51,15 @@ class Part(Fields, extra="ignore"):
     text: str
 
 
+def _arguments(said: Any) -> Any:
+    return {} if isinstance(said, str) and said.strip() in ("", "null") else said
+
+
 class Function(Fields, extra="ignore"):
-    """What was called; chat templates iterate over the arguments."""
+    """What was called, by a model or in a history; chat templates iterate over the arguments."""
 
     name: str
-    arguments: dict[str, Any] | Json[dict[str, Any]]
+    arguments: Annotated[dict[str, Any] | Json[dict[str, Any]], BeforeValidator(_arguments)] = {}
 
 
 class ToolCall(Fields, extra="ignore"):
@@ -83,7 +87,7 @@ class Message(Fields):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError("content is missing")
         return self
 

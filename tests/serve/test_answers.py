@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from byte_tokenizer import byte_tokenizer
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from transformers.cli.serving import utils
 
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
+from kvcli.serve.requests import Message
 
 TOKENIZER = byte_tokenizer()
 END = 2
@@ -175,6 +176,15 @@ def test_reasoning_and_tool_calls_are_found_in_an_answer(seed: int) -> None:
     assert [json.loads(call["arguments"]) for call in calls] == [{"at": "é"}] * 2
 
 
+def test_a_stop_string_ends_reasoning_and_tool_calls_too() -> None:
+    for text, reasoning in (("<think>I add four.</think>Nine.", "I add "), (CALL, "")):
+        pieces: list[Piece] = []
+        made = answer(pieces, stop=["four", "loo"], parsed=True)
+        made.feed([*ids(text), END])
+        assert (made.finish_reason, text_of(pieces, "reasoning_content")) == ("stop", reasoning)
+        assert "tool_calls" not in dict(pieces)
+
+
 @pytest.mark.parametrize("text", ["<", "a <think", "1 < 2 <tool", "<think>", " \n"])
 def test_what_only_begins_like_a_tag_is_text(text: str) -> None:
     pieces: list[Piece] = []
@@ -200,6 +210,8 @@ def test_an_end_token_that_a_parser_does_not_know_is_no_part_of_the_answer(parse
         "<tool_call>[1]</tool_call>",
         "<tool_call>{}</tool_call>",
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "look", "argum',
         "<tool_call>",
     ],
@@ -216,6 +228,18 @@ def test_a_tool_call_that_is_none_is_text(call: str, size: int) -> None:
     assert made.finish_reason == "stop"
     assert [kind for kind, _ in pieces if kind != "content"] == []
     assert "".join(text_of(pieces).split()) == "".join(f"Well. {call}{more}".split())
+
+
+@pytest.mark.parametrize(
+    "said", ["", ', "arguments": ""', ', "arguments": null', ', "arguments": " "', ', "arguments": {}']
+)
+def test_a_call_without_arguments_has_an_empty_object_of_them_and_is_taken_back(said: str) -> None:
+    pieces: list[Piece] = []
+    answer(pieces, parsed=True).feed([*ids(f'<tool_call>{{"name": "now"{said}}}</tool_call>'), END])
+    message = FORMS[0].whole(pieces, "tool_calls", {})["choices"][0]["message"]
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+    message = ChatCompletionMessage.model_validate(message).model_dump()  # with fields of the client's that are null
+    assert Message.model_validate(message).plain()["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
 def test_a_tool_call_that_is_none_leaves_those_before_it() -> None:

@@ -105,6 +105,19 @@ def test_messages_become_what_templates_take() -> None:
     ]
 
 
+@pytest.mark.parametrize("said", [{}, {"arguments": None}, *({"arguments": x} for x in ("", " ", "null", "{}", {}))])
+def test_calls_without_arguments_have_an_empty_object_of_them(said: dict[str, Any]) -> None:
+    call = {"type": "function", "function": {"name": "f", **said}}
+    (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).messages
+    assert message.plain()["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
+    (message,) = chat(messages=[{"role": "assistant", **said}]).messages
+    assert message.plain() == {"role": "assistant", "content": ""}
+
+
 @pytest.mark.parametrize(
     "message",
     [
