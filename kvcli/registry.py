@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 METHODS = {
     "fp16": "kvcli.methods.fp16:METHOD, kvcli.methods.config:CacheConfig",
     "fp8": "kvcli.methods.fp8:METHOD, kvcli.methods.config:BiasOffsetConfig",
-    "rtn": "kvcli.methods.rtn:METHOD, kvcli.methods.config:RTNConfig",
+    "rtn": "kvcli.methods.kivi:RTN, kvcli.methods.config:RTNConfig",
     "kivi": "kvcli.methods.kivi:METHOD, kvcli.methods.config:KIVIConfig",
     "squat": "kvcli.methods.squat.codec:METHOD, kvcli.methods.config:SQuatConfig",
     "squat-pre": "kvcli.methods.squat.codec:METHOD_PRE, kvcli.methods.config:SQuatConfig",

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvcli.methods.base import ValueCodec
 from kvcli.methods.config import RTNConfig
+from kvcli.methods.kivi import RTN as METHOD
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method, Schedule
-from kvcli.methods.rtn import METHOD
 from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelKey, PerTokenKey, PerTokenValue, ScalarCodes
 from kvcli.spec import ModelSpec
 from research.paper_tables import Measurement, PaperTable

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.launch import FP16_MAX, TINY, norm_unit
@@ -41,7 +41,7 @@ from kvcli.methods.method import FitReport, Method
 from kvcli.methods.oscar import relative_error, rotated_keys, rotated_tokens, without_bias
 from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.methods.samples import LayerSamples
-from kvcli.methods.turboquant import TurboQuantValue, lloyd_max, random_rotation
+from kvcli.methods.turboquant import TurboQuant, lloyd_max, random_rotation
 from kvcli.rope import to_pairs
 from kvcli.spec import ModelSpec
 
@@ -83,12 +83,9 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
             raise ValueError(f"Block-GTQ allots bits to pairs of channels, and a head_dim of {width} is odd")
         self.spec, self.n_bits, self.rate_groups, self.seed = spec, n_bits, rate_groups, seed
         self.unit = 2 * norm_unit(width)  # centroids can be a little shorter than 1
-        self.rotation: Tensor
-        self.widths: Tensor
-        self.centroids: Tensor
-        self.register_buffer("rotation", torch.zeros(heads, width, width))
-        self.register_buffer("widths", torch.full((heads, width), n_bits, dtype=torch.int32))
-        self.register_buffer("centroids", torch.zeros(heads, rate_groups, 2**_MAX_WIDTH))
+        self.rotation: Tensor = nn.Buffer(torch.zeros(heads, width, width))
+        self.widths: Tensor = nn.Buffer(torch.full((heads, width), n_bits, dtype=torch.int32))
+        self.centroids: Tensor = nn.Buffer(torch.zeros(heads, rate_groups, 2**_MAX_WIDTH))
 
     def bits_per_token(self) -> float:
         return float(
@@ -186,7 +183,7 @@ def pair_energy(x: Tensor, rotary_dim: int) -> Tensor:
 
 
 def _fit(
-    codec: LayerCodec[BlockGTQKey, TurboQuantValue],
+    codec: LayerCodec[BlockGTQKey, TurboQuant],
     train: LayerSamples,
     heldout: LayerSamples,
     config: BlockGTQConfig,
@@ -221,9 +218,9 @@ def _fit(
     return FitReport({"key_error": key_error, "value_error": value_error, "most_bits": key.widths.amax(-1).tolist()})
 
 
-def _build(spec: ModelSpec, config: BlockGTQConfig, layer_idx: int) -> LayerCodec[BlockGTQKey, TurboQuantValue]:
+def _build(spec: ModelSpec, config: BlockGTQConfig, layer_idx: int) -> LayerCodec[BlockGTQKey, TurboQuant]:
     seed = config.rotation_seed * 100_003 + layer_idx
-    value = TurboQuantValue(spec, config.v_bits, False, torch.Generator().manual_seed(seed))
+    value = TurboQuant(spec, config.v_bits, False, torch.Generator().manual_seed(seed))
     return LayerCodec(BlockGTQKey(spec, config.k_bits, config.rate_groups, seed), value)
 
 

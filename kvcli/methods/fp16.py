@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -21,7 +21,7 @@ class FP16Codes(Codes):
     x: Tensor
 
 
-class _FP16(Codec[FP16Codes, None]):
+class _FP16(KeyCodec[FP16Codes, None], ValueCodec[FP16Codes]):
     max_magnitude = float("inf")
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -41,20 +41,12 @@ class _FP16(Codec[FP16Codes, None]):
         return 16.0 * self.spec.kv_dim
 
 
-class _FP16Key(_FP16, KeyCodec[FP16Codes, None]):
-    pass
-
-
-class _FP16Value(_FP16, ValueCodec[FP16Codes]):
-    pass
-
-
 METHOD = Method(
     name="fp16",
     summary="keys and values uncompressed, in the model's 16-bit dtype",
     bits="16",
     config_cls=CacheConfig,
-    build=lambda spec, config, layer_idx: LayerCodec(_FP16Key(spec), _FP16Value(spec)),
+    build=lambda spec, config, layer_idx: LayerCodec(_FP16(spec), _FP16(spec)),
     nominal_bits=lambda spec, config: (16.0, 16.0),
     example_settings={"residual_length": 6, "flush_block": 1},
 )

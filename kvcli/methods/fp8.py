@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.launch import FP16_MAX, TINY
-from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import BiasOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -35,7 +35,7 @@ class FP8Codes(Codes):
     scale: Tensor
 
 
-class _FP8(Codec[FP8Codes, None]):
+class _FP8(KeyCodec[FP8Codes, None], ValueCodec[FP8Codes]):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -55,20 +55,12 @@ class _FP8(Codec[FP8Codes, None]):
         return codes.x.view(torch.float8_e4m3fn).float() * (codes.scale.float() / _LIFT)
 
 
-class _FP8Key(_FP8, KeyCodec[FP8Codes, None]):
-    pass
-
-
-class _FP8Value(_FP8, ValueCodec[FP8Codes]):
-    pass
-
-
 METHOD = Method(
     name="fp8",
     summary="8-bit floats (e4m3), a scale per token and head",
     bits="8",
     config_cls=BiasOffsetConfig,
-    build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
+    build=lambda spec, config, layer_idx: LayerCodec(_FP8(spec), _FP8(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),
     paper_settings={"fp8": {"sink_length": 0, "residual_length": 0}},
     example_settings={"residual_length": 6, "flush_block": 1},

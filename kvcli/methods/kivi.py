@@ -1,14 +1,14 @@
-"""KIVI: keys quantized per channel, values per token, the last tokens in full precision.
+"""KIVI: keys quantized per channel, values per token, the last tokens in full precision; and its baseline, RTN.
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024, https://arxiv.org/abs/2402.02750
 """
 
 from __future__ import annotations
 
-from kvcli.methods.config import KIVIConfig
+from kvcli.methods.config import KIVIConfig, RTNConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method, Schedule
-from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
+from kvcli.methods.scalar.codec import PerChannelKey, PerTokenKey, PerTokenValue
 
 
 def kivi_schedules(config: KIVIConfig) -> tuple[Schedule, Schedule]:
@@ -33,3 +33,16 @@ METHOD = Method(
     bench=("kivi-2", "kivi-4"),
     example_settings={"residual_length": 8, "group_size": 4},
 )
+
+RTN = Method(
+    name="rtn",
+    summary="round to nearest, per token",
+    bits="1, 2, 4, 8",
+    config_cls=RTNConfig,
+    build=lambda spec, config, layer_idx: LayerCodec(
+        PerTokenKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
+    ),
+    paper_settings={"rtn-2": {"sink_length": 0, "residual_length": 32}},
+    example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
+)
+"""Round to nearest: keys and values per token in groups of channels (section 3.1), with a window as other methods."""

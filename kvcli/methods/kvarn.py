@@ -30,13 +30,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.kernels.launch import FP16_MAX, TINY
-from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import KVarNConfig
+from kvcli.methods.kivi import kivi_schedules
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.method import Method, Schedule
+from kvcli.methods.method import Method
 from kvcli.methods.oscar import hadamard
 from kvcli.methods.packing import pack_planes, planes_size, unpack_planes
 from kvcli.methods.scalar.codec import dequantize, quantize
@@ -65,7 +66,7 @@ class KVarNCodes(Codes):
     balance: Tensor
 
 
-class _KVarN(Codec[KVarNCodes, None]):
+class _KVarN(KeyCodec[KVarNCodes, None], ValueCodec[KVarNCodes]):
     """x_hat = (code * scale + zero) * balance H^T.
 
     Attributes:
@@ -78,18 +79,16 @@ class _KVarN(Codec[KVarNCodes, None]):
         ValueError: an odd head_dim.
     """
 
-    range_axis: int
     calibrated_range = True  # a rotated value can be sqrt(head_dim) times as large as any channel
 
-    def __init__(self, spec: ModelSpec, config: KVarNConfig, n_bits: int) -> None:
+    def __init__(self, spec: ModelSpec, config: KVarNConfig, n_bits: int, range_axis: int) -> None:
         super().__init__()
         if spec.head_dim % 2:
             raise ValueError(f"KVarN's Hadamard matrix needs an even head_dim, not {spec.head_dim}")
         self.spec, self.n_bits, self.iterations = spec, n_bits, config.iterations
-        self.tokens_per_group = config.group_size
+        self.tokens_per_group, self.range_axis = config.group_size, range_axis
         self.max_magnitude = FP16_MAX / 2 if n_bits == 1 else FP16_MAX
-        self.rotation: Tensor
-        self.register_buffer("rotation", hadamard(spec.head_dim & -spec.head_dim).float())
+        self.rotation: Tensor = nn.Buffer(hadamard(spec.head_dim & -spec.head_dim).float())
 
     def bits_per_token(self) -> float:
         width, group = self.spec.head_dim, self.tokens_per_group
@@ -121,14 +120,6 @@ class _KVarN(Codec[KVarNCodes, None]):
         return (x.float().unflatten(-1, (-1, len(self.rotation))) @ self.rotation).flatten(-2)
 
 
-class _KVarNKey(_KVarN, KeyCodec[KVarNCodes, None]):
-    range_axis = _TOKENS
-
-
-class _KVarNValue(_KVarN, ValueCodec[KVarNCodes]):
-    range_axis = _CHANNELS
-
-
 def normalizing_scales(tiles: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     """Scales of tokens [..., tokens, 1] and of channels [..., 1, channels] that give tiles unit variance along both.
 
@@ -156,12 +147,6 @@ def imbalance(tiles: Tensor) -> Tensor:
     return ratios[0] + ratios[1]
 
 
-def _schedules(config: KVarNConfig) -> tuple[Schedule, Schedule]:
-    """Of T tokens, floor(T / R) * R are codes, keys and values alike: a tile is encoded when it is full."""
-    schedule = Schedule(keep=0, block=config.residual_length, multiple_of=config.residual_length)
-    return schedule, schedule
-
-
 METHOD = Method(
     name="kvarn",
     summary="rotated and normalized along tokens and channels; keys per channel, values per token",
@@ -170,9 +155,9 @@ METHOD = Method(
     arxiv="2606.03458",
     config_cls=KVarNConfig,
     build=lambda spec, config, layer_idx: LayerCodec(
-        _KVarNKey(spec, config, config.k_bits), _KVarNValue(spec, config, config.v_bits)
+        _KVarN(spec, config, config.k_bits, _TOKENS), _KVarN(spec, config, config.v_bits, _CHANNELS)
     ),
     paper_settings={f"kvarn-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (4, 2)},
-    schedules=_schedules,
+    schedules=lambda config: (kivi_schedules(config)[0],) * 2,  # a tile is encoded when it is full, also of values
     example_settings={"residual_length": 8, "group_size": 4},
 )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.launch import FP16_MAX, TINY
@@ -33,6 +33,7 @@ from kvcli.methods.base import Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.config import KVQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
+from kvcli.methods.oscar import relative_error
 from kvcli.methods.packing import pack_bits, packed_size, unpack_bits
 from kvcli.methods.samples import LayerSamples
 from kvcli.rope import from_pairs, to_pairs
@@ -77,8 +78,7 @@ class _KVQuant(Codec[KVQuantCodes, None]):
         self.spec, self.n_bits, self.outlier_fraction = spec, n_bits, outlier_fraction
         pairs = max(1, round(outlier_fraction * spec.kv_dim / 2)) if outlier_fraction else 0
         self.num_outliers = 2 * min(pairs, (spec.kv_dim - 1) // 2)
-        self.levels: Tensor
-        self.register_buffer("levels", torch.zeros(2**n_bits))
+        self.levels: Tensor = nn.Buffer(torch.zeros(2**n_bits))
 
     def bits_per_token(self) -> float:
         return 8.0 * packed_size(self.spec.kv_dim, self.n_bits) + 32 * (self.num_outliers + self.has_span)
@@ -110,10 +110,8 @@ class _KVQuantKey(_KVQuant, KeyCodec[KVQuantCodes, None]):
 
     def __init__(self, spec: ModelSpec, n_bits: int, outlier_fraction: float) -> None:
         super().__init__(spec, n_bits, outlier_fraction)
-        self.middle: Tensor
-        self.half_width: Tensor
-        self.register_buffer("middle", torch.zeros(spec.kv_dim))
-        self.register_buffer("half_width", torch.zeros(spec.kv_dim))
+        self.middle: Tensor = nn.Buffer(torch.zeros(spec.kv_dim))
+        self.half_width: Tensor = nn.Buffer(torch.zeros(spec.kv_dim))
 
     def normalize(self, x: Tensor) -> Tensor:
         """Flat keys [..., D] in units of their channels' ranges; beyond 1 are those out of range."""
@@ -217,9 +215,10 @@ def _fit(
     inside = torch.ones_like(unit, dtype=torch.bool).scatter(-1, outliers, False)
     weight = span[..., 1:].float().square().expand_as(unit)
     value.levels.copy_(weighted_levels(unit[inside], weight[inside], len(value.levels)))
-    one = torch.ones_like(sensitivity)
+    weights = sensitivity.diag_embed(), torch.ones_like(sensitivity).diag_embed()
     keys, values = (x.first(_ERROR_TOKENS) for x in (heldout.keys, heldout.values))
-    return FitReport({"key_error": _error(key, keys, sensitivity), "value_error": _error(value, values, one)})
+    errors = relative_error(key, keys, weights[0]), relative_error(value, values, weights[1])
+    return FitReport(dict(zip(("key_error", "value_error"), errors, strict=True)))
 
 
 def query_energy(queries: Tensor, spec: ModelSpec) -> Tensor:
@@ -230,14 +229,6 @@ def query_energy(queries: Tensor, spec: ModelSpec) -> Tensor:
     energy = queries.float().square().mean(1).unflatten(0, (spec.num_kv_heads, -1)).mean(1)
     pairs = to_pairs(energy, spec.rope.rotary_dim).mean(-1, keepdim=True)
     return from_pairs(pairs.expand(*pairs.shape[:-1], 2), spec.rope.rotary_dim)
-
-
-def _error(codec: _KVQuantKey | _KVQuantValue, x: Tensor, weight: Tensor) -> list[float]:
-    """sum w (x_hat - x)^2 / sum w x^2 of each head, for x [heads, tokens, head_dim] and w [heads, head_dim]."""
-    x = x[:, :_ERROR_TOKENS].float()
-    error = codec.decode(codec.encode(x.unsqueeze(0)))[0] - x
-    lost, all_of_it = ((y.square() * weight.unsqueeze(1)).sum((1, 2)) for y in (error, x))
-    return [float(part) for part in lost / all_of_it.clamp_min(TINY)]
 
 
 METHOD = Method(

@@ -32,7 +32,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.launch import FP16_MAX, TINY
@@ -51,7 +51,7 @@ _CLIP_TOKENS = 2048
 _CLIP_SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
 
 
-class _OSCAR(PerTokenCodec):
+class _OSCAR(PerTokenCodec, KeyCodec[ScalarCodes, None], ValueCodec[ScalarCodes]):
     """Quantizes clip(x R, t) per token in groups of channels, t the `kept`-th smallest of the group's magnitudes.
 
     Buffers:
@@ -68,10 +68,8 @@ class _OSCAR(PerTokenCodec):
         super().__init__(spec, n_bits, group_size)
         if spec.head_dim & (spec.head_dim - 1):
             raise ValueError(f"OSCAR's Hadamard matrix needs a head_dim that is a power of two, not {spec.head_dim}")
-        self.rotation: Tensor
-        self.kept: Tensor
-        self.register_buffer("rotation", torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
-        self.register_buffer("kept", torch.full((spec.num_kv_heads,), self.count_kept(clip or 1.0), dtype=torch.int32))
+        self.rotation: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
+        self.kept: Tensor = nn.Buffer(torch.full((spec.num_kv_heads,), self.count_kept(clip or 1.0), dtype=torch.int32))
 
     def count_kept(self, share: float) -> int:
         """Channels of a group that are not clipped."""
@@ -102,14 +100,6 @@ class _OSCAR(PerTokenCodec):
         return groups.clamp(-limit, limit).flatten(-2)
 
 
-class _OSCARKey(_OSCAR, KeyCodec[ScalarCodes, None]):
-    pass
-
-
-class _OSCARValue(_OSCAR, ValueCodec[ScalarCodes]):
-    pass
-
-
 def hadamard(width: int) -> Tensor:
     """The Hadamard matrix in Sylvester's order divided by sqrt(width): float64 [width, width], orthogonal."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
@@ -133,7 +123,7 @@ def oscar_rotation(covariance: Tensor) -> Tensor:
 
 
 def _fit(
-    codec: LayerCodec[_OSCARKey, _OSCARValue],
+    codec: LayerCodec[_OSCAR, _OSCAR],
     train: LayerSamples,
     heldout: LayerSamples,
     config: OSCARConfig,
@@ -253,8 +243,8 @@ METHOD = Method(
     arxiv="2605.17757",
     config_cls=OSCARConfig,
     build=lambda spec, config, layer_idx: LayerCodec(
-        _OSCARKey(spec, config.k_bits, config.group_size, config.k_clip),
-        _OSCARValue(spec, config.v_bits, config.group_size, config.v_clip),
+        _OSCAR(spec, config.k_bits, config.group_size, config.k_clip),
+        _OSCAR(spec, config.v_bits, config.group_size, config.v_clip),
     ),
     paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
     fit=_fit,

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.kernels.launch import FP16_MAX, TINY, norm_unit
-from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import TurboQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -53,7 +53,7 @@ class TurboQuantCodes(Codes):
     residual_norm: Tensor
 
 
-class _TurboQuant(Codec[TurboQuantCodes, None]):
+class TurboQuant(KeyCodec[TurboQuantCodes, None], ValueCodec[TurboQuantCodes]):
     """x_hat = |x| * Q^T c[idx], with idx_j the centroid nearest to (Q x / |x|)_j (Algorithm 1).
 
     With `residual_sign`, x / |x| = u is coded with one bit less to u_mse, r = u - u_mse, and
@@ -69,13 +69,10 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
         super().__init__()
         self.spec, self.residual_sign = spec, residual_sign
         self.n_bits = n_bits - residual_sign
-        self.rotation: Tensor
-        self.centroids: Tensor
-        self.projection: Tensor
-        self.register_buffer("rotation", random_rotation(spec.head_dim, generator))
-        self.register_buffer("centroids", torch.tensor(lloyd_max(spec.head_dim, self.n_bits), dtype=torch.float32))
+        self.rotation: Tensor = nn.Buffer(random_rotation(spec.head_dim, generator))
+        self.centroids: Tensor = nn.Buffer(torch.tensor(lloyd_max(spec.head_dim, self.n_bits), dtype=torch.float32))
         if residual_sign:
-            self.register_buffer("projection", torch.randn(spec.head_dim, spec.head_dim, generator=generator))
+            self.projection: Tensor = nn.Buffer(torch.randn(spec.head_dim, spec.head_dim, generator=generator))
 
     def bits_per_token(self) -> float:
         widths = (self.n_bits, 1) if self.residual_sign else (self.n_bits,)
@@ -126,14 +123,6 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
         return decode_tokens(codes.packed, codes.norm, self.rotation, self.centroids, self.n_bits, dtype)
 
 
-class _TurboQuantKey(_TurboQuant, KeyCodec[TurboQuantCodes, None]):
-    pass
-
-
-class TurboQuantValue(_TurboQuant, ValueCodec[TurboQuantCodes]):
-    """Values of TurboQuant, and of methods that differ from it in the keys."""
-
-
 def random_rotation(width: int, generator: torch.Generator) -> Tensor:
     """A uniformly distributed orthogonal matrix [width, width]: Q of a Gaussian matrix's QR with R's diagonal > 0."""
     q, r = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))
@@ -173,11 +162,11 @@ def lloyd_max(width: int, n_bits: int) -> tuple[float, ...]:
     return tuple(centroids.tolist())
 
 
-def _build(spec: ModelSpec, config: TurboQuantConfig, layer_idx: int) -> LayerCodec[_TurboQuantKey, TurboQuantValue]:
+def _build(spec: ModelSpec, config: TurboQuantConfig, layer_idx: int) -> LayerCodec[TurboQuant, TurboQuant]:
     generator = torch.Generator().manual_seed(config.rotation_seed * 100_003 + layer_idx)
     return LayerCodec(
-        _TurboQuantKey(spec, config.k_bits, config.key_variant == "prod", generator),
-        TurboQuantValue(spec, config.v_bits, False, generator),
+        TurboQuant(spec, config.k_bits, config.key_variant == "prod", generator),
+        TurboQuant(spec, config.v_bits, False, generator),
     )
 
 

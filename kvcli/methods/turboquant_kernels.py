@@ -102,7 +102,7 @@ def _encode_kernel(
 def decode_tokens(
     packed: Tensor, norm: Tensor, rotation: Tensor, centroids: Tensor, n_bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """As `_TurboQuant.decode` from fields of `TurboQuantCodes`, with float16 products unless the result is float32."""
+    """As `TurboQuant.decode` from fields of `TurboQuantCodes`, with float16 products unless the result is float32."""
     batch, heads, length, size = packed.shape
     width, total = len(rotation), batch * heads * length
     out = packed.new_empty(batch, heads, length, width, dtype=dtype)

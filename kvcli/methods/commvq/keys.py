@@ -68,13 +68,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         self.norm_width = spec.kv_dim if config.key_norm == "joint" else spec.head_dim
         self.norm_factor = norm_unit(self.norm_width) * self.norm_width**-0.5
         shape = (config.num_residuals, config.codebook_size, 2 * config.pairs_per_group)
-        self.codebook: Tensor
-        self.codebook_scale: Tensor
-        self.pair_weight: Tensor
-        self.register_buffer("codebook", torch.zeros(spec.num_kv_heads, self.num_groups, *shape, dtype=torch.int8))
-        scales = torch.ones(spec.num_kv_heads, self.num_groups, config.pairs_per_group)
-        self.register_buffer("codebook_scale", scales)
-        self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
+        self.codebook: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, self.num_groups, *shape, dtype=torch.int8))
+        self.codebook_scale: Tensor = nn.Buffer(torch.ones(*self.codebook.shape[:2], config.pairs_per_group))
+        self.pair_weight: Tensor = nn.Buffer(torch.ones(spec.num_kv_heads, spec.head_dim // 2))
         self._search_tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
         self._packed_codebook: CachedFromBuffers[Tensor] = CachedFromBuffers()
 

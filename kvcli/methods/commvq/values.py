@@ -54,12 +54,9 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         super().__init__()
         self.spec, self.config = spec, config
         width, bits = spec.kv_dim, config.value_code_bits
-        self.metric_root: Tensor
-        self.codebook: Tensor
-        self.offset: Tensor
-        self.register_buffer("metric_root", torch.eye(spec.head_dim).repeat(spec.num_kv_heads, 1, 1))
-        self.register_buffer("codebook", torch.zeros(bits, width, dtype=torch.float16))
-        self.register_buffer("offset", torch.zeros(width, dtype=torch.float16))
+        self.metric_root: Tensor = nn.Buffer(torch.eye(spec.head_dim).repeat(spec.num_kv_heads, 1, 1))
+        self.codebook: Tensor = nn.Buffer(torch.zeros(bits, width, dtype=torch.float16))
+        self.offset: Tensor = nn.Buffer(torch.zeros(width, dtype=torch.float16))
         widths = [width, bits] if config.value_trainer == "fast" else [width, config.value_hidden, bits]
         self._encoder_layers = len(widths) - 1
         for layer, (inputs, outputs) in enumerate(pairwise(widths)):

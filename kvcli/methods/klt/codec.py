@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import TINY
@@ -104,10 +104,8 @@ class _KLT(Codec[KLTCodes, None]):
             raise ValueError(f"head_dim {spec.head_dim} is no multiple of {BANDS}, the bands of channels")
         self.spec, self.fields, self.width = spec, tuple(fields), spec.head_dim // BANDS
         self.num_bytes = [sum(of_head) // 8 * self.width for of_head in self.fields if places(of_head)]
-        self.basis: Tensor
-        self.mean: Tensor
-        self.register_buffer("basis", torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
-        self.register_buffer("mean", torch.zeros(spec.num_kv_heads, spec.head_dim))
+        self.basis: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
+        self.mean: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim))
         self._inverse: CachedFromBuffers[Tensor] = CachedFromBuffers()
         self._tables: CachedFromBuffers[Tables] = CachedFromBuffers()
 

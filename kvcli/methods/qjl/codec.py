@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.kernels.launch import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, State
@@ -78,10 +78,8 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         inliers, outliers = config.sketch_dims(spec, layer_idx)
         generator = torch.Generator().manual_seed(config.sketch_seed * 100_003 + layer_idx)
         orthogonal = config.sketch == "orthogonal"
-        self.sketch: Tensor
-        self.outlier_sketch: Tensor
-        self.register_buffer("sketch", random_sketch(inliers, spec.head_dim, orthogonal, generator))
-        self.register_buffer("outlier_sketch", random_sketch(outliers, spec.head_dim, orthogonal, generator))
+        self.sketch: Tensor = nn.Buffer(random_sketch(inliers, spec.head_dim, orthogonal, generator))
+        self.outlier_sketch: Tensor = nn.Buffer(random_sketch(outliers, spec.head_dim, orthogonal, generator))
         self.bias = sketch_bias(spec.head_dim) if orthogonal else 1.0
         # of a score, times m: without the sketch's bias, times the unit of stored norms
         self.norm_factor = math.sqrt(math.pi / 2) / self.bias * norm_unit(spec.head_dim)

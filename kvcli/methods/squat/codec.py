@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.launch import FP16_MAX
@@ -56,11 +56,9 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         self.query_space = space if config.query_space == "auto" else config.query_space
         self.block_size = config.block_size or spec.head_dim // 2
         self._fitted = False
-        self.gram: Tensor
-        self.gram_count: Tensor
         if config.subspace_source == "calibration":
-            self.register_buffer("gram", torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
-            self.register_buffer("gram_count", torch.zeros(1))
+            self.gram: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
+            self.gram_count: Tensor = nn.Buffer(torch.zeros(1))
 
     def new_state(self, batch: int, device: torch.device) -> SQuatState:
         spec = self.spec
