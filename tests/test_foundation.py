@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,20 +90,24 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
     assert not left
 
 
-MAX_LINES = 41_200
-MAX_TEST_LINES = 0.76
-"""The lines of the package, and those of tests for each of the package and of research, which `tests/` tests, too.
+MAX_LINES = 41_120
+MAX_TEST_LINES, MAX_RESEARCH_TEST_LINES = 0.785, 0.35
+"""The lines of the package; those of tests for each of the package, and of tests of research for each of research.
 Code and cap do not rise in one commit: a feature that needs more deletes first, and who raises the cap does that alone
 and says why."""
 
 
 def test_package_and_tests_keep_their_lines(repo_root: Path) -> None:
-    package, research, tests = (
-        sum(len(path.read_text().splitlines()) for path in (repo_root / name).rglob("*.py"))
-        for name in ("kvcli", "research", "tests")
+    texts = {x: [path.read_text() for path in (repo_root / x).rglob("*.py")] for x in ("kvcli", "research", "tests")}
+    of_research = [
+        text for text in texts["tests"] if re.search(r"^from (research|laboratory import run)", text, re.MULTILINE)
+    ]
+    package, research, tests, others = (
+        sum(len(text.splitlines()) for text in found) for found in (*texts.values(), of_research)
     )
     assert package <= MAX_LINES, "delete lines"
-    assert tests <= MAX_TEST_LINES * (package + research), "delete lines of tests"
+    assert tests - others <= MAX_TEST_LINES * package, "delete lines of tests"
+    assert others <= MAX_RESEARCH_TEST_LINES * research, "delete lines of tests of research"
 
 
 def test_every_room_has_fast_tests(repo_root: Path) -> None:

@@ -6,14 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 from kvcli.calibrate.builtin_text import MIXTURE, builtin_folder, domains, mixture
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.errors import CorpusError
-from research.domain_fit import split_documents
 
 UNSEEN = {"essays", "cpp", "french", "japanese"}
 
@@ -32,13 +30,6 @@ def test_every_domain_can_be_read_by_name() -> None:
     for name, sources in domains().items():
         assert (found := set(texts(f"builtin:{name}", "heldout")))
         assert found == set(all_texts("heldout", sources))
-
-
-@pytest.mark.parametrize("name", sorted(UNSEEN))
-def test_a_domain_that_is_held_out_cannot_be_fitted_on_by_its_name(name: str) -> None:
-    with pytest.raises(CorpusError, match=f"'builtin:{name}' is held out as a whole"):
-        list(split_documents(f"builtin:{name}", "calibration", 0))
-    assert name not in {record["domain"] for record in mixture("calibration", 0)}
 
 
 @pytest.mark.parametrize(
@@ -114,21 +105,3 @@ def test_the_manifest_is_true_and_sources_name_their_domain_package_and_licence(
         assert len((folder / source["license_file"]).read_text()) > 100
         splits = {entry["split"] for entry in manifest["files"] if entry["path"].endswith(f"/{source['name']}.jsonl")}
         assert splits == ({"heldout"} if source.get("heldout_only") else {"calibration", "heldout"})
-
-
-def test_a_corpus_of_ones_own_is_split_by_content(tmp_path: Path) -> None:
-    source = str(tmp_path / "own.jsonl")
-
-    def split(texts: list[str], part: str, seed: int = 0) -> list[str]:
-        Path(source).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return list(split_documents(source, part, seed))
-
-    own = [f"document {number}" for number in range(200)]
-    heldout = split(own, "heldout")
-    assert sorted([*heldout, *split(own, "calibration")]) == sorted(own)
-    assert 30 < len(heldout) < 70
-    assert set(heldout) == set(split([*own, "one more"][::-1], "heldout", 1)) - {"one more"}
-    with pytest.raises(CorpusError, match=r"has no documents in the (heldout|calibration) split"):
-        [split(["alone"], part) for part in ("heldout", "calibration")]
-    with pytest.raises(CorpusError, match="read once"):
-        list(split_documents("-", "heldout", 0))

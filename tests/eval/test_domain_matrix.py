@@ -13,8 +13,9 @@ from factories import CONFIG
 
 from kvcli.artifact.artifact import Artifact
 from kvcli.attention.attach import attach
+from kvcli.calibrate.builtin_text import mixture
 from kvcli.calibrate.corpus import token_sequences
-from kvcli.errors import ArtifactError
+from kvcli.errors import ArtifactError, CorpusError
 from kvcli.eval.quality import measure, reference_states
 from kvcli.registry import get_method
 from research import domain_matrix as domains
@@ -99,3 +100,28 @@ def test_a_damaged_cell_is_measured_again(loaded: Any, corpora: list[str], tmp_p
     (cell,) = (tmp_path / "matrix" / "cells").glob("*.json")
     cell.write_text(cell.read_text().replace('"kl_mean": ', '"kl_mean": 1'))
     assert run(loaded, rows, corpora[:1], tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["essays", "cpp", "french", "japanese"])
+def test_a_domain_that_is_held_out_cannot_be_fitted_on_by_its_name(name: str) -> None:
+    with pytest.raises(CorpusError, match=f"'builtin:{name}' is held out as a whole"):
+        list(split_documents(f"builtin:{name}", "calibration", 0))
+    assert name not in {record["domain"] for record in mixture("calibration", 0)}
+
+
+def test_a_corpus_of_ones_own_is_split_by_content(tmp_path: Path) -> None:
+    source = str(tmp_path / "own.jsonl")
+
+    def split(texts: list[str], part: str, seed: int = 0) -> list[str]:
+        Path(source).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return list(split_documents(source, part, seed))
+
+    own = [f"document {number}" for number in range(200)]
+    heldout = split(own, "heldout")
+    assert sorted([*heldout, *split(own, "calibration")]) == sorted(own)
+    assert 30 < len(heldout) < 70
+    assert set(heldout) == set(split([*own, "one more"][::-1], "heldout", 1)) - {"one more"}
+    with pytest.raises(CorpusError, match=r"has no documents in the (heldout|calibration) split"):
+        [split(["alone"], part) for part in ("heldout", "calibration")]
+    with pytest.raises(CorpusError, match="read once"):
+        list(split_documents("-", "heldout", 0))
