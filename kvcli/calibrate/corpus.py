@@ -6,19 +6,22 @@ jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_te
 
 from __future__ import annotations
 
-import gzip
 import random
-import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from kvcli.calibrate.builtin_text import BUILTIN, builtin_files, is_builtin, mixture
+from kvcli.calibrate.rows import READ, format_of, read_rows, text_of
 from kvcli.errors import CorpusError
 from kvcli.models.hub import check_dataset
+from kvcli.progress import Say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +29,7 @@ if TYPE_CHECKING:
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
-_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
-_COMPRESSED = ".gz"
-_READ = f"{', '.join(_FORMATS)} (the last four also with {_COMPRESSED})"
-_SHUFFLE_BUFFER = 10_000
+_SHUFFLE_BUFFER, _FILES_AT_ONCE = 10_000, 10
 _PIECE_CHARACTERS = 65536
 """Characters given to the tokenizer at once: it takes about 160 bytes of memory per character."""
 
@@ -64,35 +64,42 @@ class CorpusConfig:
         return asdict(self)
 
 
-def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str]:
+def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say | None = None) -> Iterator[str]:
     """Streams non-empty documents in a seeded random order.
 
+    Args:
+        skipping: rows without text are left out, and this gets a line that counts them at the end; None: they are
+            errors.
+
     Raises:
-        CorpusError: the source does not exist, cannot be reached, is not text or lacks the text column; a split, name
-            or revision that the source does not have.
+        CorpusError: the source does not exist, cannot be reached or read, or lacks the text column; a row without text;
+            a split, name or revision that the source does not have.
     """
     if config.source == "-":
         _check_local(config)
         # standard input is one pass long and of unknown size: it is shuffled as a whole
         try:
-            lines = [line.strip() for line in (stdin or sys.stdin)]
+            lines = [line.strip().removeprefix("\ufeff") for line in (stdin or sys.stdin)]
         except UnicodeDecodeError as error:
             raise CorpusError("standard input is not UTF-8 text") from error
         random.Random(config.seed).shuffle(lines)
         yield from (line for line in lines if line)
         return
-    for record in _shuffled(config):
-        if config.text_column not in record:
-            have = ", ".join(sorted(record))
-            raise CorpusError(f"'{config.source}' has no column '{config.text_column}'; its columns are {have}")
-        text = record[config.text_column]
-        if text is None:
-            raise CorpusError(f"a record of '{config.source}' has no text in column '{config.text_column}'")
-        if not isinstance(text, str):
-            kind = type(text).__name__
-            raise CorpusError(f"column '{config.text_column}' of '{config.source}' holds {kind}, not text")
-        if text.strip():
-            yield text
+    skipped: list[str] = []
+    try:
+        for place, record in _shuffled(config):
+            try:
+                text = text_of(record, config.text_column)
+            except ValueError as error:
+                skipped.append(f"{place}: {error}")
+                if skipping is None:
+                    raise CorpusError(f"{skipped[0]}; mend it, or leave such rows out with --skip-bad-rows") from error
+                continue
+            if text.strip():
+                yield text
+    finally:
+        if skipped and skipping is not None:
+            skipping(f"rows without text that were left out: {len(skipped)}, first {skipped[0]}")
 
 
 def check_source(config: CorpusConfig) -> None:
@@ -107,42 +114,56 @@ def check_source(config: CorpusConfig) -> None:
         _local_files(config)
 
 
-def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
-    """The records of a source; files and hub datasets are opened with `datasets`, streaming."""
+def _shuffled(config: CorpusConfig) -> Iterator[tuple[str, Any]]:
+    """The records of a source, with their places; hub datasets are opened with `datasets`, streaming."""
     if config.source == BUILTIN:
         _check_local(config)
-        yield from mixture(config.split, config.seed)
+        yield from ((BUILTIN, record) for record in mixture(config.split, config.seed))
+        return
+    if files := _local_files(config):
+        if not any(file.stat().st_size for file in files):
+            raise CorpusError(f"the corpus '{config.source}' is empty")
+        yield from _rows_of(files, config)
         return
     import datasets
 
     datasets.disable_progress_bars()
-    files = _local_files(config)
-    if files and not any(file.stat().st_size for file in files):
-        raise CorpusError(f"the corpus '{config.source}' is empty")
     try:
-        if files:
-            kind = _format(files[0])
-            for file in files if kind == "json" else ():
-                with gzip.open(file) if file.suffix.lower() == _COMPRESSED else file.open("rb") as stream:
-                    # pyarrow's reader can end the process where the first value is none
-                    if not re.match(rb"(\xef\xbb\xbf)?\s*\[?\s*(\{|$)", stream.read(4096)):
-                        raise CorpusError(f"the corpus '{file}' does not begin with a record, a JSON object")
-            options = {"sample_by": "document"} if kind == "text" else {}
-            data = datasets.load_dataset(
-                kind, data_files=[str(file) for file in files], split="train", streaming=True, **options
-            )
-        else:
-            check_dataset(config.source, config.revision)
-            data = datasets.load_dataset(
-                config.source, config.name, split=config.split, revision=config.revision, streaming=True
-            )
-        yield from data.shuffle(seed=config.seed, buffer_size=_SHUFFLE_BUFFER)
+        check_dataset(config.source, config.revision)
+        data = datasets.load_dataset(
+            config.source, config.name, split=config.split, revision=config.revision, streaming=True
+        )
+        for record in data.shuffle(seed=config.seed, buffer_size=_SHUFFLE_BUFFER):
+            yield f"a row of '{config.source}'", record
     except CorpusError:
         raise
     except Exception as error:  # datasets raises errors of a dozen libraries below it
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        advice = "" if files else " (offline? pass a local file or folder with --corpus)"
+        advice = " (offline? pass a local file or folder with --corpus)"
         raise CorpusError(f"cannot read the corpus '{config.source}': {reason}{advice}") from error
+
+
+def _rows_of(files: list[Path], config: CorpusConfig) -> Iterator[tuple[str, Any]]:
+    """The rows of files with their places: of ten files in turn, through a buffer, as `datasets` 5.2 shuffles them."""
+
+    def rows(part: Iterable[int]) -> Iterator[tuple[str, Any]]:
+        for file in (files[i] for i in part):
+            for row, record in read_rows(file, config.text_column):
+                yield f"{file}, row {row}", record
+
+    order, numbers, kept = [*range(len(files))], np.random.default_rng(config.seed), list[tuple[str, Any]]()
+    np.random.default_rng(config.seed).shuffle(order)
+    streams = [rows(part) for part in np.array_split(order, min(_FILES_AT_ONCE, len(files)))]
+    while streams:
+        for stream in [*streams]:
+            kept += (new := list(islice(stream, _SHUFFLE_BUFFER // _FILES_AT_ONCE)))
+            if not new:
+                streams.remove(stream)
+            if len(kept) >= _SHUFFLE_BUFFER:
+                kept = [kept[i] for i in numbers.permutation(len(kept))]
+                yield from kept[: -(_SHUFFLE_BUFFER // 2)]
+                kept = kept[-(_SHUFFLE_BUFFER // 2) :]
+    yield from (kept[i] for i in numbers.permutation(len(kept)))
 
 
 def _local_files(config: CorpusConfig) -> list[Path]:
@@ -154,27 +175,25 @@ def _local_files(config: CorpusConfig) -> list[Path]:
     if path.exists():
         _check_local(config)
     if path.is_file():
-        if _format(path) is None:
-            raise CorpusError(f"{path} is none of {_READ}")
+        if format_of(path) is None:
+            raise CorpusError(f"{path} is none of {READ}")
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _format(file) and file.is_file())
-        kinds = {_format(file): file.suffix for file in files}
+        files = sorted(file for file in path.rglob("*") if format_of(file) and file.is_file())
+        kinds = {format_of(file): file.suffix for file in files}
         if not files:
-            raise CorpusError(f"{path} holds no files of {_READ}")
+            raise CorpusError(f"{path} holds no files of {READ}")
         if len(kinds) > 1:
             raise CorpusError(f"{path} holds {' and '.join(kinds.values())} files; keep one format in the folder")
         return files
-    if config.source.count("/") != 1 or config.source.startswith((".", "/", "~")) or _format(path) or path.is_symlink():
+    if (
+        config.source.count("/") != 1
+        or config.source.startswith((".", "/", "~"))
+        or format_of(path)
+        or path.is_symlink()
+    ):
         raise CorpusError(f"no such file or folder: {config.source}")
     return []
-
-
-def _format(path: Path) -> str | None:
-    """The reader in `datasets` of a file, by its name; None if there is none."""
-    name = path.with_suffix("") if path.suffix.lower() == _COMPRESSED else path
-    kind = _FORMATS.get(name.suffix.lower())
-    return None if kind == "parquet" and name != path else kind
 
 
 def _check_local(config: CorpusConfig) -> None:

@@ -37,6 +37,7 @@ class CalibrateOptions(ModelOptions):
     corpus_split: str | None = Field(None, description="split of a hub dataset")
     revision: str | None = Field(None, description="revision of a hub dataset; FineWeb-Edu's is pinned")
     text_column: str = Field("text", description="column that holds the text")
+    skip_bad_rows: bool = Field(False, description="leave out rows without text, and say how many")
     tokens: int = Field(65536, ge=2, description="token budget")
     seq_len: int = Field(2048, ge=2, description="tokens per sequence")
     query_tokens: int = Field(8192, ge=0, description="tokens whose queries are recorded too")
@@ -96,7 +97,8 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
         count = max(1, options.tokens // seq_len)
         output.say(f"reading {corpus.source}")
-        sequences = token_sequences(documents(corpus), loaded.tokenizer, count, seq_len)
+        texts = documents(corpus, skipping=output.warn if options.skip_bad_rows else None)
+        sequences = token_sequences(texts, loaded.tokenizer, count, seq_len)
         if len(sequences) < count:
             output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
         budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size", "layer_window"})

@@ -27,8 +27,8 @@ _SETTINGS = "Settings of the method"
 _PANELS: dict[str, tuple[str, ...]] = {
     "Options": (
         *("prompt", "prompt_file", "messages", "system", "chat", "context", "resume", "reuse", "corpus"),
-        *("corpus_name", "corpus_split", "revision", "text_column", "samples", "layers", "tokens", "seq_len"),
-        *("query_tokens", "fisher_tokens", "max_new_tokens"),
+        *("corpus_name", "corpus_split", "revision", "text_column", "skip_bad_rows", "samples", "layers", "tokens"),
+        *("seq_len", "query_tokens", "fisher_tokens", "max_new_tokens"),
     ),
     "Method": ("method", "artifact", "recipe", "fit", "sink_length", "residual_length", "setting"),
     _SETTINGS: (),

@@ -94,7 +94,8 @@ def read_texts(files: list[Path]) -> list[Source]:
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text("utf-8")
+        return text.removeprefix("\ufeff")  # a mark of UTF-8, no text
     except UnicodeDecodeError as error:
         raise UsageError(f"{_shown(path)} is not UTF-8 text; convert it to text first") from error
     except OSError as error:

@@ -142,7 +142,7 @@ def _keys(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        keys = [line.strip() for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the keys in {file}") from error
     if not keys or not all(key.isascii() and key.isprintable() for key in keys):

@@ -92,7 +92,7 @@ def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], 
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
-    prompts = make_needle_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+    prompts = make_needle_prompts(loaded, options.documents(reporter), options, uses_chat(loaded, options.chat))
     return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, NeedlePrompt, score)
 
 

@@ -108,7 +108,7 @@ def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], 
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
-    prompts = make_recall_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+    prompts = make_recall_prompts(loaded, options.documents(reporter), options, uses_chat(loaded, options.chat))
     limit = _TOKENS_PER_WORD * (options.passage_words + 1)
     return answered(loaded, cases, reporter, prompts, limit, decided, RecallPrompt, score)
 

@@ -212,7 +212,7 @@ def prepare(options: RulerOptions, loaded: LoadedModel, cases: Sequence[Case], r
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
-    prompts = make_ruler_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+    prompts = make_ruler_prompts(loaded, options.documents(reporter), options, uses_chat(loaded, options.chat))
     limits = [TASKS[prompt.place["task"]][1] for prompt in prompts]
 
     def score(answer: str, expected: str) -> dict[str, float]:

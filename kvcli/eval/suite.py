@@ -79,6 +79,7 @@ class TextOptions(ModelOptions):
     corpus_split: str | None = Field(None, description="split; default: heldout for built-in text, else train")
     revision: str | None = Field(None, description="revision of a hub dataset")
     text_column: str = Field("text", description="column that holds the text")
+    skip_bad_rows: bool = Field(False, description="leave out rows without text, and say how many")
 
     def corpus_config(self) -> CorpusConfig:
         from kvcli.calibrate.builtin_text import is_builtin
@@ -87,17 +88,21 @@ class TextOptions(ModelOptions):
         split = self.corpus_split or ("heldout" if is_builtin(self.corpus) else "train")
         return CorpusConfig(self.corpus, split, self.corpus_name, self.revision, self.text_column, self.seed)
 
-    def documents(self) -> list[str]:
-        """The first documents of the corpus in its seeded order; a dataset on a hub has no end worth waiting for."""
+    def texts(self, reporter: Reporter) -> Iterator[str]:
+        """The documents of the corpus in its seeded order."""
         from kvcli.calibrate.corpus import documents
 
-        return list(islice(documents(self.corpus_config()), _MAX_DOCUMENTS))
+        return documents(self.corpus_config(), skipping=reporter.warn if self.skip_bad_rows else None)
+
+    def documents(self, reporter: Reporter) -> list[str]:
+        """The first documents of the corpus in its seeded order; a dataset on a hub has no end worth waiting for."""
+        return list(islice(self.texts(reporter), _MAX_DOCUMENTS))
 
     def sequences(self, loaded: LoadedModel, count: int, length: int, reporter: Reporter) -> Tensor:
         """Token sequences of the corpus, int64 [count or fewer, length]."""
-        from kvcli.calibrate.corpus import documents, token_sequences
+        from kvcli.calibrate.corpus import token_sequences
 
-        sequences = token_sequences(documents(self.corpus_config()), loaded.tokenizer, count, length)
+        sequences = token_sequences(self.texts(reporter), loaded.tokenizer, count, length)
         loaded.check_length(length, reporter.warn)
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")

@@ -106,6 +106,67 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, s
         list(documents(CorpusConfig(str(tmp_path / name))))
 
 
+GOOD, ROW = json.dumps({"text": "good"}), "row 2: it "
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", f'{GOOD}\n{{"text": null}}\n', f"{ROW}has no text in column 'text'"),
+        ("a.jsonl", f'{GOOD}\n{{"text": ["a"]}}\n', f"{ROW}holds list, not text, in column 'text'"),
+        ("a.jsonl", f'{GOOD}\n{{"id": 3}}\n', f"{ROW}has no column 'text'; its columns are id"),
+        ("a.jsonl", f'{GOOD}\n{{"text": "\\ud83d"}}\n', f"{ROW}has no UTF-8 text in column 'text'"),
+        ("a.jsonl", f"{GOOD}\n{GOOD[:-3]}", "row 2: cannot read it as JSON"),
+        ("a.jsonl", f"\n3\n{GOOD}\n", f"{ROW}is no record"),
+        ("a.json", f'[{GOOD}, "x"]', f"{ROW}is no record"),
+        ("a.csv", "id,text\n1,good\n2\n", f"{ROW}has no text in column 'text'"),
+        ("a.csv", b"id,text\n1,good\n2,caf\xe9\n", f"{ROW}has no UTF-8 text in column 'text'"),
+        ("a.parquet", ["good", None], f"{ROW}has no text in column 'text'"),
+    ],
+)
+def test_a_bad_row_is_named_or_left_out_and_counted(tmp_path: Path, name: str, content: Any, said: str) -> None:
+    path, lines = tmp_path / name, list[str]()
+    if isinstance(content, list):
+        pq.write_table(pa.table({"text": content, "n": [1] * len(content)}), path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CorpusError, match=f"{path}, {said}.*--skip-bad-rows"):
+        list(documents(CorpusConfig(str(path))))
+    assert list(documents(CorpusConfig(str(path)), skipping=lines.append)) == ["good"]
+    assert [line.partition(", row")[0] for line in lines] == [f"rows without text that were left out: 1, first {path}"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = {"a.jsonl": GOOD, "a.json": f"[{GOOD}]", "a.csv": "text\ngood\n", "a.txt": "good"}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(documents(CorpusConfig(str(tmp_path / name)))) == ["good"]
+    assert list(documents(CorpusConfig("-"), io.StringIO("\ufeffgood\n"))) == ["good"]
+
+
+def test_files_of_a_folder_may_have_other_columns_beside_the_text(tmp_path: Path) -> None:
+    for name, more in (("a", {"id": 1}), ("b", {"id": "x"}), ("c", {"other": []})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name, **more}))
+    assert sorted(documents(CorpusConfig(str(tmp_path)))) == ["a", "b", "c"]
+
+
+def test_rows_of_files_are_in_the_order_that_datasets_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr("kvcli.calibrate.corpus._SHUFFLE_BUFFER", 40)
+    for i in range(12):
+        (tmp_path / f"{i}.jsonl").write_text("".join(f'{{"text": "{i} {row}"}}\n' for row in range(i + 1)))
+    files = [str(path) for path in sorted(tmp_path.iterdir())]
+    data = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    expected = [row["text"] for row in data.shuffle(seed=3, buffer_size=40)]
+    actual = list(documents(CorpusConfig(str(tmp_path), seed=3)))
+    assert sorted(actual) == sorted(expected)
+    if datasets.__version__.startswith("5.2."):
+        assert actual == expected
+
+
 def test_sequences_begin_as_the_tokenizer_begins_a_text() -> None:
     tokenizer = byte_tokenizer()
     assert beginning(tokenizer) == []

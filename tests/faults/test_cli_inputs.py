@@ -236,10 +236,10 @@ FORMATS = r"\.parquet, \.jsonl, \.json, \.csv, \.txt .*\.gz"
         *(({x: "text"}, y, {}, FORMATS) for x in ("a.zip", "a.gz", "a.parquet.gz", "a.md", "a") for y in (".", x)),
         ({"a.jsonl.gz": RECORDS}, "a.jsonl.gz", {}, "cannot read the corpus"),
         *(
-            ({"a.json": text}, "a.json", {}, "does not begin with a record")
+            ({"a.json": text}, "a.json", {}, "no record, a JSON object")
             for text in ("3", ' \n "x"\n{"text": "x"}', '["x", {"text": "x"}]')
         ),
-        ({"a.jsonl": '{"text": "x"}\n{"other": "y"}\n'}, "a.jsonl", {}, "has no text in column 'text'"),
+        ({"a.jsonl": '{"text": "x"}\n{"other": "y"}\n'}, "a.jsonl", {}, "row 2: it has no column 'text'"),
         # these are not looked for on the hub
         *(({}, x, {"split": "train"}, "no such file or folder") for x in ("t/a.jsonl", "t/a.txt.gz", "link/a")),
     ],
