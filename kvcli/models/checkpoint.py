@@ -6,6 +6,7 @@ Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,7 @@ def load_gguf(
         ModelError: the file is damaged, or its weights and the config do not belong together.
         UnsupportedModelError: an architecture that kvcli does not compress.
     """
-    with _tensor_progress(f"read {path.name}", progress):
+    with _tensor_progress(f"read {path.name}", progress), _parts_joined():
         return _load(path, path.parent, dtype, config, gguf_file=path.name)
 
 
@@ -115,10 +116,52 @@ def read_gguf_config(path: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    with _explained(path, "its config cannot be read"):
+    with _explained(path, "its config cannot be read"), _parts_joined():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     ModelSpec.from_config(config)
     return config
+
+
+def read_gguf(path: str | Path) -> Any:
+    """A reader of a GGUF file and of the parts beside it, whose tensors become its own.
+
+    ModelError: a part that is not the first, or parts that are missing or do not belong together.
+    """
+    from gguf.gguf_reader import GGUFReader
+
+    path, reader = Path(path), GGUFReader(path)
+    number, count, tensors = (
+        int(reader.fields[name].contents()) if name in reader.fields else 0
+        for name in ("split.no", "split.count", "split.tensors.count")
+    )
+    if count < 2:
+        return reader
+    stem = re.sub(r"-\d+-of-\d+$", "", path.stem)
+    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    if path != parts[number]:
+        raise ModelError(f"{path} is part {number + 1} of {count}, whose name is {parts[number].name}; name it so")
+    if number or not all(part.is_file() for part in parts):
+        what = "all must be beside it" if number == 0 else f"name the first, {parts[0].name}"
+        raise ModelError(f"{path} is part {number + 1} of {count}; {what}, or merge them (llama-gguf-split --merge)")
+    for i, part in enumerate(parts[1:], 1):
+        other = GGUFReader(part)
+        if "split.no" in other.fields and int(other.fields["split.no"].contents()) == i:
+            reader.tensors += other.tensors
+    if len(reader.tensors) != tensors:
+        raise ModelError(f"{path.name} and its other parts have {len(reader.tensors)} of {tensors} tensors; {_AGAIN}")
+    return reader
+
+
+@contextmanager
+def _parts_joined() -> Iterator[None]:
+    """Gives transformers, which would fill up with random weights, the parts of a GGUF file as one."""
+    import gguf
+
+    theirs, gguf.GGUFReader = gguf.GGUFReader, read_gguf
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = theirs
 
 
 def attention_implementation(config: Any) -> str:

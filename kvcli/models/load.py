@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
-from kvcli.models.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf_config
+from kvcli.models.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf, read_gguf_config
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.hub import check_model_name, download_config, download_model, is_folder, local_folder
 from kvcli.progress import Progress, Say, no_progress, say_nothing
@@ -196,11 +196,11 @@ def _load_gguf(
     path: Path, dtype: torch.dtype, base_config: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a GGUF file, unless that would lose the RoPE scaling or layers."""
-    from gguf import GGUFReader
-
     config = None if base_config is None else _config_of(base_config)
     try:
-        tensors = [tensor.name for tensor in GGUFReader(path).tensors]
+        tensors = [tensor.name for tensor in read_gguf(path).tensors]
+    except ModelError:
+        raise
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
     if config is None and any(name.startswith("rope_freqs") for name in tensors):

@@ -13,12 +13,15 @@ import torch
 from factories import make_model
 from test_models_loading import refusal
 
-from kvcli.models.load import load_model
+from kvcli.errors import ModelError
+from kvcli.models.load import find_config, load_model
 
 
-def write(path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: bool = False) -> Path:
+def write(
+    path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: bool = False, tensors_of_part: int = 0
+) -> Path:
     """A tiny Llama as a GGUF file."""
-    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    writer, config = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_of_part), model.config
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -52,6 +55,30 @@ def test_an_intact_file_loads_and_missing_tensors_are_named_and_not_replaced(tmp
     assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
     path = write(tmp_path / "tiny.gguf", make_model("llama"), without={"blk.1.attn_output.weight"})
     assert "weights are missing: model.layers.1.self_attn.o_proj.weight;" in refusal(path)
+
+
+def test_a_file_in_parts_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    """transformers gives what is not in the part random weights."""
+    model = make_model("llama")
+    whole = load_model(str(write(tmp_path / "tiny.gguf", model)), device="cpu").model.state_dict()
+    write(tmp_path / "tiny.gguf", model, tensors_of_part=12)
+    first, second, third = sorted(tmp_path.glob("*-of-*"))
+    assert first.name == "tiny-00001-of-00003.gguf"
+    loaded = load_model(str(first), device="cpu").model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
+    assert find_config(str(first)).tie_word_embeddings is False
+    assert f"part 2 of 3; name the first, {first.name}, or merge them (llama-gguf-split --merge)" in refusal(second)
+    assert "part 1 of 3, whose name is" in refusal(first.rename(tmp_path / "other.gguf"))
+    (tmp_path / "other.gguf").rename(first)
+    intact = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    assert "and its other parts have 24 of 30 tensors" in refusal(first)
+    third.write_bytes(intact[:-1000])
+    assert "not a readable GGUF file" in refusal(first)
+    third.unlink()
+    assert "part 1 of 3; all must be beside it" in refusal(first)
+    with pytest.raises(ModelError, match="part 1 of 3"):
+        find_config(str(first))
 
 
 def test_rope_freqs_need_the_config_and_are_not_a_weight_too_many(tmp_path: Path) -> None:
