@@ -40,7 +40,7 @@ class TuneOptions(TextOptions):
     residual_length: list[int] = Field(default=[32], description="last tokens in full precision; repeatable")
     seq_len: int = Field(default=1024, ge=2, description="tokens per sequence")
     search_sequences: int = Field(default=2, ge=1, description="sequences for the search")
-    num_sequences: int = Field(default=8, ge=1, description="sequences for the verdict, other ones")
+    num_sequences: int = Field(default=8, ge=1, description="other sequences, to measure on")
     batch_size: int = Field(default=4, ge=1, description="sequences per batch")
     chunk: int = Field(default=32, ge=1, description="tokens fed at once")
     impl: Impl = Field(default="auto", description=IMPL_HELP)
@@ -109,10 +109,10 @@ def run(options: TuneOptions, output: Output) -> None:
     path = options.out or model_folder(options.model, "recipe.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     search = 2 * (loaded.spec.num_layers + max(len(widths_of(x.choice.method)) for x in bases))
-    verdict = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
-    total = search * texts[0].numel() + verdict * texts[1].numel()
-    output.say(f"at most {search + verdict} measurements, of {total} tokens in all")
-    objective = Objective(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + verdict, total, output)
+    final = len(SCREENED) * len(bases) + 2 * ROUNDS + len(fitted)
+    total = search * texts[0].numel() + final * texts[1].numel()
+    output.say(f"at most {search + final} measurements, of {total} tokens in all")
+    objective = Objective(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + final, total, output)
     best, trials = tune(bases, fitted, objective)
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}

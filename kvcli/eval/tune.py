@@ -66,7 +66,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Trial:
-    """A method measured on the text of the verdict: losses of blocks, and its caches on a model in 16 bits."""
+    """A method measured on held-out text: losses of blocks, and its caches on a model in 16 bits."""
 
     case: Case
     plan: CachePlan
@@ -105,7 +105,7 @@ class Trial:
 
 @dataclass
 class Objective:
-    """Measures methods on texts, that of the search and that of the verdict: token ids, int64 [sequences, length].
+    """Measures methods on texts, that of the search and a held-out one: token ids, int64 [sequences, length].
 
     What the file `path` holds is not measured again. The `options` have `chunk` and `batch_size`; `count` measurements
     are made at most, which read `total` tokens.
@@ -128,8 +128,8 @@ class Objective:
         config, codecs = choice.codecs(spec, lambda: probe(self.loaded.model), lambda: self.loaded.fingerprint)
         return CachePlan.of_codecs(spec, choice.record, config, codecs, torch.float16)
 
-    def trial(self, case: Case, *, verdict: bool = True) -> Trial:
-        plan, text, folder = self.plan(case), self.texts[verdict], case.choice.folder
+    def measure(self, case: Case, *, held_out: bool = True) -> Trial:
+        plan, text, folder = self.plan(case), self.texts[held_out], case.choice.folder
         made: dict[str, Any] = {"method": case.choice.method, "settings": plan.config.model_dump(mode="json")}
         made |= {"artifact": folder and artifact_sha256(folder), "chunk": self.options.chunk}
         model = {"fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype)}
@@ -138,13 +138,14 @@ class Objective:
         self._tried.add(key)
         if known is None:
             first, started = not self._reports, time.perf_counter()
-            if verdict not in self._reports:
-                self._reports[verdict] = scored(self.options, self.loaded, text, self.reporter)
+            if held_out not in self._reports:
+                self._reports[held_out] = scored(self.options, self.loaded, text, self.reporter)
             label = f"{len(self._tried)} of {self.count}, {case.label}"
             with self.reporter.progress(label, text.numel(), "tokens") as advance:
-                blocks = self._reports[verdict](case, None, advance).scores.blocks()
+                blocks = self._reports[held_out](case, None, advance).scores.blocks()
             seconds = time.perf_counter() - started
-            known = {"key": key, "label": case.label, **made, "verdict": verdict, "seconds": seconds, "blocks": blocks}
+            spent = {"held_out": held_out, "seconds": seconds}
+            known = {"key": key, "label": case.label, **made, **spent, "blocks": blocks}
             append_record(self.path, known)
             if first:
                 minutes = seconds / text.numel() * self.total / 60
@@ -193,13 +194,13 @@ def curves_of(base: Case, objective: Objective) -> list[Curve]:
     layers, exact = range(spec.num_layers), [EXACT] * spec.num_layers
     for side, width in enumerate((spec.kv_dim, spec.num_kv_heads * spec.value_dim)):
 
-        def trial(bits: list[int]) -> Trial:
-            return objective.trial(with_bits(base, exact + bits if side else bits + exact), verdict=False)  # noqa: B023
+        def measure(bits: list[int]) -> Trial:
+            return objective.measure(with_bits(base, exact + bits if side else bits + exact), held_out=False)  # noqa: B023
 
-        measured = {x: trial([x] * len(layers)) for x in widths_of(base.choice.method)}
+        measured = {x: measure([x] * len(layers)) for x in widths_of(base.choice.method)}
         whole = {x: y for x, y in measured.items() if y.loss < RUINOUS or x == max(measured)}
         least = min(whole)
-        alone = [trial([least if i == layer else EXACT for i in layers]).loss for layer in layers]
+        alone = [measure([least if i == layer else EXACT for i in layers]).loss for layer in layers]
         per_bit = width * whole[least].memory.num_encoded / 8
         for layer, loss in enumerate(alone):
             share = loss / max(sum(alone), 1e-30)
@@ -224,13 +225,13 @@ def by_layer(base: Case, objective: Objective) -> list[Trial]:
 
         while len(tried) < ROUNDS and (bits := goal.best(choices, sizes)) is not None and bits not in tried:
             tried.append(bits)
-            found.append(objective.trial(with_bits(base, bits)))
+            found.append(objective.measure(with_bits(base, bits)))
             factor *= found[-1].loss / max(sizes(bits)[1], 1e-30)
     return found
 
 
 def tune(bases: Sequence[Case], fitted: Sequence[Case], objective: Objective) -> tuple[Trial, list[Trial]]:
-    """The best, and all that were measured on the text of the verdict.
+    """The best, and all that were measured on held-out text.
 
     Bits by layer are searched of the method that is best with the same bits in all layers: by its bytes at the asked
     loss, or its loss at the asked bytes, where the logarithm of the loss is taken to be linear in bytes.
@@ -244,9 +245,9 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], objective: Objective) ->
         UsageError: a text so short that bits make no difference.
     """
     goal, layers = objective.goal, objective.loaded.spec.num_layers
-    trials, order = [objective.trial(case) for case in fitted], list[tuple[float, int]]()
+    trials, order = [objective.measure(case) for case in fitted], list[tuple[float, int]]()
     for base in bases:
-        low, high = (objective.trial(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
+        low, high = (objective.measure(with_bits(base, [bits] * 2 * layers)) for bits in SCREENED)
         first, last = (math.log(max(x.loss, 1e-30)) for x in (low, high))
         if first == last:
             raise UsageError(

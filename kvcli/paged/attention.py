@@ -100,22 +100,22 @@ class PagedAttention:
         """
         keys, values, sinks = page.views(pages)
         query, key, value = (x[: batch.sinks.shape[1]] for x in (query, key, value))  # without padding
-        exact: Any = reference
+        full_precision: Any = reference
         if self.backend.impl == "fused":
-            from kvcli.paged import kernels as exact
-        exact.copy_rings(self.rings, batch.ring_copies)
+            from kvcli.paged import kernels as full_precision
+        full_precision.copy_rings(self.rings, batch.ring_copies)
         # all is stored before any is read: a request may share pages that another one fills in this pass
         self._encode(page, keys, values, batch, key, value)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
-        exact.store_exact(key, value, sinks, batch.sinks)
+        full_precision.store(key, value, sinks, batch.sinks)
         for part in batch.parts:
             states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
             new = part.tokens.shape[1] < PREFILL_THRESHOLD
-            exact.attend_exact(
+            full_precision.attend(
                 query, key, value, sinks, self.rings, part, states, self.scaling, self.soft_cap, self.sink_logits,
                 output, new=new,
             )  # fmt: skip
-        exact.store_exact(key, value, self.rings.flatten(0, 1), batch.recent)
+        full_precision.store(key, value, self.rings.flatten(0, 1), batch.recent)
 
     def _encode(self, page: Page, keys: Codes, values: Codes, batch: Batch, key: Tensor, value: Tensor) -> None:
         """Writes the codes of new tokens into their pages."""

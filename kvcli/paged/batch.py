@@ -157,10 +157,10 @@ class Batch:
         recent = (mine.ring[row] * ring + position % max(ring, 1)).where(written & (new[row] - at <= ring), -1)
         new_sinks = torch.stack((page, position)).where(is_sink, -1)
         stored = None if null_page is not None else written.nonzero().squeeze(1)
-        hidden = is_sink if stored is None else is_sink[stored]
+        dst_is_sink = is_sink if stored is None else is_sink[stored]
         if null_page is not None:
             page = page.where(written, null_page)
-        kept, kept_at, kept_position = (x if stored is None else x[stored] for x in (page, place, position))
+        dst_page, dst_offset, dst_position = (x if stored is None else x[stored] for x in (page, place, position))
         pages, begins = table.int(), [0, *accumulate(counts)]
         rotations = TokenRotations.first(rope, pages.shape[1] * size, device)
         parts, groups = list[UniformBatch](), list[tuple[Tensor, ...]]()
@@ -185,10 +185,10 @@ class Batch:
         return cls(
             parts,
             stored,
-            hidden if stored is None or hidden.any() else None,
-            kept,
-            kept_at,
-            rope.rotation(kept_position.unsqueeze(0), torch.float32),
+            dst_is_sink if stored is None or dst_is_sink.any() else None,
+            dst_page,
+            dst_offset,
+            rope.rotation(dst_position.unsqueeze(0), torch.float32),
             whole if whole is not None and len(whole.page) else None,
             new_sinks,
             recent.unsqueeze(0),

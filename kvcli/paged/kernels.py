@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["table_row", "count", "new"])
-def _attend_exact_kernel(
+def _attend_full_precision_kernel(
     query, key, value, sinks, rings, token, past, closed, slot, table, other_out, other_lse, sink_logits, out,
     q_time, q_head, k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, r_ring, r_token, r_both, r_head,
     o_time, o_head, table_row, num_kv_heads, count, new, scaling,
@@ -103,7 +103,7 @@ def _attend_exact_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
 
 
-def attend_exact(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -126,7 +126,7 @@ def attend_exact(
     groups, table = heads // kv_heads, part.pages.table
     out, lse = (query, query) if others is None else (x.contiguous() for x in others)
     tile = tile_for(groups * count, max(16, power_of_two(head_dim)), query.element_size(), query.device)
-    _attend_exact_kernel[(requests * kv_heads, cdiv(groups * count, tile["BLOCK_M"]))](
+    _attend_full_precision_kernel[(requests * kv_heads, cdiv(groups * count, tile["BLOCK_M"]))](
         query, key, value, sinks, rings,
         part.tokens.contiguous(), part.num_computed_tokens, part.num_coded, part.ring_slots, table, out, lse,
         query if sink_logits is None else sink_logits, output,
@@ -139,7 +139,7 @@ def attend_exact(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _store_exact_kernel(
+def _store_full_precision_kernel(
     key, value, stored, places, k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, tokens,
     D: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -161,11 +161,11 @@ def _store_exact_kernel(
             tl.store(stored + head * s_head + o_d, b_x, mask=m)
 
 
-def store_exact(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
+def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
     """As that of `paged_reference`."""
     (_, heads, head_dim), (axes, tokens), strides = key.shape, places.shape, stored.stride()
     key, value = row_major(key), row_major(value)
-    _store_exact_kernel[(tokens, 2)](
+    _store_full_precision_kernel[(tokens, 2)](
         key, value, stored, places, *key.stride()[:2], *value.stride()[:2], strides[0] if axes == 2 else 0,
         *strides[axes - 1 : axes + 2], tokens, D=head_dim, WIDTH=heads * head_dim, AXES=axes,
         BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,

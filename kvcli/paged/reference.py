@@ -14,7 +14,7 @@ from kvcli.methods.layer_codec import PartialAttention
 from kvcli.paged.batch import UniformBatch
 
 
-def attend_exact(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,16 +40,16 @@ def attend_exact(
         new: whether new tokens are attended to as well, each to those up to itself.
     """
     visible = part.visible(sinks.shape[1], rings.shape[1])
-    exact = torch.cat((sinks[part.pages.table[:, 0].clamp_min(0)], rings[part.ring_slots]), 1)
-    exact.masked_fill_(~visible[:, :, None, None, None], 0)  # what is not written yet may be NaN
+    full_precision = torch.cat((sinks[part.pages.table[:, 0].clamp_min(0)], rings[part.ring_slots]), 1)
+    full_precision.masked_fill_(~visible[:, :, None, None, None], 0)  # what is not written yet may be NaN
     visible = visible.unsqueeze(1)
     if new:
         count = part.tokens.shape[1]
         both = torch.stack((part.of(key), part.of(value)), 2)
-        exact = torch.cat((exact, both), 1)
+        full_precision = torch.cat((full_precision, both), 1)
         causal = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
         visible = torch.cat((visible.expand(-1, count, -1), causal.expand(len(visible), -1, -1)), 2)
-    keys, values = exact.permute(2, 0, 3, 1, 4)
+    keys, values = full_precision.permute(2, 0, 3, 1, 4)
     state = partial_attention(part.of(query).transpose(1, 2), keys, values, visible, scaling, soft_cap)
     out, lse = state if others is None else merge_state(state, others)
     if sink_logits is not None:
@@ -57,7 +57,7 @@ def attend_exact(
     output[part.tokens] = out.transpose(1, 2).to(output.dtype)
 
 
-def store_exact(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
+def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
     """Writes new tokens to their places.
 
     Args:

@@ -55,7 +55,7 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> dict[str, Row]:
-    """The rows of a file by what they are of, apart from their figures."""
+    """The rows of a file by their identifying fields."""
     found: dict[str, Row] = {}
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in read(path):

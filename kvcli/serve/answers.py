@@ -129,7 +129,7 @@ class Answer:
             self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", text)
 
     def _piece(self, kind: str, text: str) -> None:
-        """Notes text, together with what is before it if that is of its kind."""
+        """Appends text to the last piece if both are of one kind."""
         if text:
             before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
             self._pieces.append((kind, before + text))

@@ -143,13 +143,13 @@ class Engine:
 
     def _run(self) -> None:
         while jobs := self._next():
-            alone, ready = len(jobs) == 1, list[Prefilled]()
+            single, ready = len(jobs) == 1, list[Prefilled]()
             for job in jobs:
                 with self._reporting_failures([job]):
-                    ready.append(self._prefill(job, alone))
+                    ready.append(self._prefill(job, single))
             if ready:
                 with self._reporting_failures([job for job, *_ in ready]):
-                    self._decode(ready, alone)
+                    self._decode(ready, single)
         for job in self._waiting:
             job.done(ApiError(503, "the server ends"))
 
@@ -184,7 +184,7 @@ class Engine:
             for job in jobs:
                 job.done(error)
 
-    def _prefill(self, job: Job, alone: bool) -> Prefilled:
+    def _prefill(self, job: Job, single: bool) -> Prefilled:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""
         job.check()
         started = time.monotonic()
@@ -196,7 +196,7 @@ class Engine:
         self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
         self.metrics.tokens.labels("cached").inc(prefix.reused)
         ids = job.ids.to(self._session.model.device)
-        if alone:
+        if single:
             return job, prefix, ids, None
         one = replace(job.sampling, max_new_tokens=1)
         ids = self._session.generate(ids, sampling=one, cache=prefix.cache).sequences
@@ -204,14 +204,14 @@ class Engine:
         self._cache_prefix(job, prefix)  # the next one may begin alike
         return job, prefix, ids, snapshot
 
-    def _decode(self, ready: list[Prefilled], alone: bool) -> None:
+    def _decode(self, ready: list[Prefilled], single: bool) -> None:
         """Makes tokens until all answers have ended; each is told as soon as it has."""
         session = self._session
         jobs = [job for job, *_ in ready]
         most = max(job.sampling.max_new_tokens for job in jobs)
         rows, snapshots = [ids for *_, ids, _ in ready], [x for *_, x in ready if x is not None]
         ids, mask, cache = rows[0], None, ready[0][1].cache
-        if not alone:
+        if not single:
             longest = max(x.shape[1] for x in rows)
             left = [longest - x.shape[1] for x in rows]
             mask = (torch.arange(longest) >= torch.tensor(left)[:, None]).long().to(ids.device)
@@ -246,11 +246,11 @@ class Engine:
         seed = jobs[0].seed
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
         with suppress(Cancelled):
-            if not alone:
+            if not single:
                 on_tokens(ids[:, -1:])
-            sampling = replace(jobs[0].sampling, max_new_tokens=most if alone else most - 1)
+            sampling = replace(jobs[0].sampling, max_new_tokens=most if single else most - 1)
             session.generate(ids, mask, sampling=sampling, cache=cache, on_tokens=on_tokens)
-        if alone:
+        if single:
             self._cache_prefix(jobs[0], ready[0][1])
 
     def _cache_prefix(self, job: Job, prefix: Prefix) -> None:

@@ -70,14 +70,15 @@ def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
     searched: list[str] = []
     monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, objective: searched.append(base.choice.method) or [])
 
-    def trial(case: Case) -> Any:
+    def measure(case: Case) -> Any:
         bits = case.choice.settings["k_bits"]
         memory = SimpleNamespace(cache_bytes=50 * bits)
         return SimpleNamespace(
             case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.choice.method] / bits, memory=memory
         )
 
-    objective: Any = SimpleNamespace(goal=goal, loaded=SimpleNamespace(spec=SimpleNamespace(num_layers=2)), trial=trial)
+    loaded = SimpleNamespace(spec=SimpleNamespace(num_layers=2))
+    objective: Any = SimpleNamespace(goal=goal, loaded=loaded, measure=measure)
     for methods in (("kivi", "rtn", "squat"), ("rtn", "squat", "kivi"), ("squat", "kivi", "rtn")):
         tune([Case("", MethodChoice(method)) for method in methods], [], objective)
     assert searched == ["rtn"] * 3
@@ -97,7 +98,7 @@ def test_the_search_writes_a_recipe_that_does_what_it_says(command_model: Loaded
     assert recipe.measured["commit"] == commit()
     assert recipe.measured["kl_low"] < best["kl_mean"] < recipe.measured["kl_high"]
     assert f"{best['effective_bits']:.2f}%20bits" in found["badge"]
-    # the same text through the recipe: the sequences of the verdict are the last 8 of 10
+    # the same text through the recipe: the held-out sequences are the last 8 of 10
     common = ("--seq-len", "64", "--num-sequences", "10", "--method", "kivi-2", "--json")
     row = result("eval", *common, *TINY[-4:], "--setting", "group_size=8", "--recipe", "made/r.yaml")["rows"][1]
     assert row["label"] == "r"
@@ -166,7 +167,7 @@ def test_methods_are_compared_before_layers_are_searched(command_model: LoadedMo
     records = [json.loads(line) for line in Path("runs/smollm2-135m/recipe.jsonl").read_text().splitlines()]
     searched = {x["method"] for x in records if isinstance(x["settings"].get("k_bits"), list)}
     assert len(searched) == 1
-    assert {"kivi", "rtn", "squat", "turboquant"} <= {x["method"] for x in records if x["verdict"]}
+    assert {"kivi", "rtn", "squat", "turboquant"} <= {x["method"] for x in records if x["held_out"]}
     assert "nothing with bits" in done.stderr or "by layer" in done.stdout
 
 

@@ -199,11 +199,9 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
         part = UniformBatch(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
         others = torch.empty(1, spec.num_heads, count, spec.head_dim), torch.empty(1, spec.num_heads, count)
         for new, state in ((True, None), (False, others)):
-            paged_kernels.attend_exact(
-                query, key, key, stored[:, :4], stored, part, state, 1.0, None, None, query, new=new
-            )
+            paged_kernels.attend(query, key, key, stored[:, :4], stored, part, state, 1.0, None, None, query, new=new)
     for axes in (1, 2):
-        paged_kernels.store_exact(key, key, stored, torch.zeros(axes, len(key), dtype=torch.int64))
+        paged_kernels.store(key, key, stored, torch.zeros(axes, len(key), dtype=torch.int64))
     paged_kernels.copy_rings(stored, torch.zeros(2, 1, dtype=torch.int64))
 
 

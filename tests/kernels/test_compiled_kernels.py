@@ -86,8 +86,8 @@ def test_codes_in_pages_reach_tensor_cores_without_shared_memory(
 @pytest.mark.parametrize(("capability", "head_dim", "dtype"), [(90, 128, "float32"), (86, 256, "bfloat16")])
 def test_kernels_of_exact_tokens_of_engines_fit(capability: int, head_dim: int, dtype: str) -> None:
     shape = ("--head-dim", str(head_dim), "--dtype", dtype, "--page-size", "128", "--methods", "kivi-2")
-    printed = compile_kernels(capability, *shape, "--kernels", "_exact_kernel|_rings", "--shared-only")
-    for name in ("_attend_exact_kernel", "_store_exact_kernel", "_copy_rings_kernel"):
+    printed = compile_kernels(capability, *shape, "--kernels", "_full_precision_kernel|_rings", "--shared-only")
+    for name in ("_attend_full_precision_kernel", "_store_full_precision_kernel", "_copy_rings_kernel"):
         assert name in printed
 
 

@@ -72,7 +72,7 @@ def test_attention_is_that_of_the_reference(
     found = []
     for exact in MODULES:
         output = torch.full((tokens, heads, width), 7.0, dtype=dtype, device=DEVICE)
-        exact.attend_exact(
+        exact.attend(
             query, key, value, pages, rings, part, state if others else None, 0.3, extra.get("soft_cap"), logits,
             output, new=new,
         )  # fmt: skip
@@ -95,7 +95,7 @@ def test_tokens_are_stored_as_in_the_reference(kv_heads: int, width: int) -> Non
         found = []
         for exact in MODULES:
             stored = torch.zeros(shape, device=DEVICE)
-            exact.store_exact(key, value, stored, torch.tensor(places, device=DEVICE))
+            exact.store(key, value, stored, torch.tensor(places, device=DEVICE))
             found.append(stored)
         assert torch.equal(*found)
         assert found[0].any(-1).any(-1).all(-1).sum() == sum(x >= 0 for x in places[0])

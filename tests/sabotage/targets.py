@@ -66,8 +66,8 @@ SEEN: dict[str, str] = {
     "kvcli.paged.rings:ResidualRings.check": "paged/test_rings.py",
     "kvcli.paged.batch:Batch.of": "paged/test_batch.py",
     "kvcli.paged.batch:UniformBatch.visible": BATCHING + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.reference:attend_exact": BATCHING + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.reference:store_exact": BATCHING + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:attend": BATCHING + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:store": BATCHING + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.pages:check_codecs": BATCHING + "what_cannot_be_is_refused_by_name",
     "kvcli.integrations.continuous_batching:block_bytes": BATCHING + "sectors_beside_other_layers_stay_small",
     # records, searches and recipes
