@@ -87,7 +87,7 @@ def first_tokens(options_json: str, method: str, started: str) -> None:
     from kvcli.artifact.choice import MethodChoice
     from kvcli.bench.model import attached, random_prompt, run_model
     from kvcli.commands.options import parse_settings
-    from kvcli.kernels.compiled import compiled_kernels
+    from kvcli.kernels.compiling import compiled_kernels
 
     options = StartupOptions(**json.loads(options_json))
     model = options.load_model(options.random_weights, Silent())[0].model

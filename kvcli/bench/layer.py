@@ -88,7 +88,7 @@ class EncodedLayer:
         return self.value_codes.num_tokens if self.pages is None else self.pages.length
 
     def in_pages(self, page_size: int | None) -> EncodedLayer:
-        """The same tokens in pages, in random order; errors as those of `PageTable`, and for part of a page.
+        """The same tokens in pages, in random order; errors as those of `PageTable`, and for part of a page or group.
 
         None: as they are.
         """
@@ -96,15 +96,16 @@ class EncodedLayer:
             return self
         if self.num_tokens % page_size:
             raise ConfigError(f"{self.num_tokens} tokens are no whole pages of {page_size}")
+        if page_size % (group := max(self.codec.key.tokens_per_group, self.codec.value.tokens_per_group)):
+            raise ConfigError(f"pages of {page_size} tokens do not hold whole groups of {group} tokens")
         batch, most, device = len(self.query), self.num_tokens // page_size, self.query.device
-        table = torch.randperm(batch * most, generator=torch.Generator().manual_seed(0)).view(batch, most)
-        pages = PageTable(table.int().to(device), page_size)
-        sides = []
-        for codec, codes in ((self.codec.key, self.key_codes), (self.codec.value, self.value_codes)):
-            one = codes.slice(0, codec.tokens_per_group).select([0])
-            sides.append(pages.empty(one, batch * most))
-            pages.write(sides[-1], torch.zeros(batch, dtype=torch.int32, device=device), codes)
-        return replace(self, key_codes=sides[0], value_codes=sides[1], pages=pages)
+        order = torch.randperm(batch * most, generator=torch.Generator().manual_seed(0)).to(device)
+        pages = PageTable(order.argsort().view(batch, most).int(), page_size)
+        keys, values = (
+            codes.map(lambda x: x.unflatten(2, (most, -1)).transpose(1, 2).flatten(0, 1)[order])
+            for codes in (self.key_codes, self.value_codes)
+        )
+        return replace(self, key_codes=keys, value_codes=values, pages=pages)
 
     @property
     def stored_bytes(self) -> int:

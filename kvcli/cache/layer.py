@@ -258,10 +258,9 @@ class CompressedLayer(CacheLayerMixin):
         """Slots seen so far, padding included."""
         return self.passes.sequences.slots
 
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask; before transformers 5.4 the argument was a tensor of positions."""
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.passes.sequences.slots + new, 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask."""
+        return self.passes.sequences.slots + query_length, 0
 
     def get_max_length(self) -> int:
         """No limit."""

@@ -97,7 +97,6 @@ def _gpus() -> Iterator[Finding]:
     """GPUs, and what Triton compiled for them."""
     import torch
 
-    from kvcli.kernels.compiled import compiled_kernels
     from kvcli.kernels.launch import has_triton, shared_memory_limit
 
     if not torch.cuda.is_available():
@@ -112,6 +111,8 @@ def _gpus() -> Iterator[Finding]:
     if not has_triton():
         yield Finding("kernels", "missing", "Triton is not installed: methods run in PyTorch, exact and slow")
         return
+    from kvcli.kernels.compiling import compiled_kernels  # imports Triton
+
     compiled = compiled_kernels()
     counts = ", ".join(f"{count} for {int(name) / 10}" for name, count in sorted(compiled.counts.items()))
     place = compiled.folder if compiled.folder.exists() else next(x for x in compiled.folder.parents if x.exists())

@@ -1,7 +1,7 @@
 """Codes in pages: tensors [pages, heads, entries of a page, width], and a block table that says which page is whose.
 
-A page is a small tensor of codes as a row of a batch is: what reads rows reads pages, too. Here is what moves codes
-from rows to pages and back; kernels find them by `kvcli.kernels.pages`.
+A page is a small tensor of codes as a row of a batch is: what reads rows reads pages, too. Here is what gathers
+them; kernels find them by `kvcli.kernels.pages`, and `kvcli.paged.pages` writes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcli.errors import UsageError
 from kvcli.methods.base import Codes, CodesT
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes that fields, and pages of them, begin at multiples of."""
 
 
@@ -50,15 +50,6 @@ class PageTable:
         """Tokens of a row that has all pages of the table."""
         return self.table.shape[1] * self.page_size
 
-    def empty(self, like: CodesT, num_pages: int) -> CodesT:
-        """Pages for codes like these of one group, [1, heads, entries, width] each; not initialized.
-
-        Raises:
-            UsageError: a page that does not hold whole groups.
-        """
-        groups = self._groups(like.num_tokens)
-        return like.map(lambda x: x.new_empty(num_pages, x.shape[1], groups * x.shape[2], x.shape[3]))
-
     def check(self, codes: Codes) -> None:
         """UsageError unless codes are pages of this size, as kernels read them; it takes microseconds."""
         if codes.num_tokens != self.page_size:
@@ -67,7 +58,7 @@ class PageTable:
             (_, heads, entries, width), (page, head, entry, channel) = x.shape, x.stride()
             starts = x.data_ptr() | (page | (head if heads > 1 else 0)) * x.element_size()
             contiguous = (entry == width or entries == 1) and (channel == 1 or width == 1)
-            if width and not (contiguous and starts % _ALIGNMENT == 0):
+            if width and not (contiguous and starts % ALIGNMENT == 0):
                 raise UsageError(f"{name}: tokens of a page must be contiguous, and begin at multiples of 16 bytes")
 
     def gather(self, codes: CodesT, start: int, stop: int, lengths: Tensor | None = None) -> CodesT:
@@ -90,28 +81,3 @@ class PageTable:
             return out.masked_fill_((tokens >= lengths.unsqueeze(1))[:, None, :, None], 0)
 
         return codes.map(rows)
-
-    def write(self, codes: CodesT, first: Tensor, new: CodesT) -> None:
-        """Writes new codes of each row, [batch, heads, entries, width], into pages of codes.
-
-        Args:
-            first: place of each row's first new token, int [batch], a multiple of the tokens that are coded together.
-            new: as many tokens of each row, whose pages are in the table.
-
-        Raises:
-            UsageError: a page that does not hold whole groups.
-            IndexError: tokens without a page; on a GPU, which is not waited for, an assertion there.
-        """
-        for stored, x in zip(codes.tensors().values(), new.tensors().values(), strict=True):
-            tokens = new.num_tokens // x.shape[2]
-            per_page = self._groups(tokens)
-            at = first.long().unsqueeze(1) // tokens + torch.arange(x.shape[2], device=x.device)
-            page = self.table.gather(1, at // per_page).long()
-            page = page.where(page >= 0, len(stored))  # a negative index would count from the end
-            stored[page, :, at % per_page] = x.transpose(1, 2)
-
-    def _groups(self, tokens: int) -> int:
-        """Groups of so many tokens in a page."""
-        if self.page_size % max(tokens, 1):
-            raise UsageError(f"pages of {self.page_size} tokens do not hold whole groups of {tokens} tokens")
-        return self.page_size // max(tokens, 1)

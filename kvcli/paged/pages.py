@@ -13,10 +13,8 @@ from kvcli.cache.ranges import Note, StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.pages import ALIGNMENT
 from kvcli.rope import Rotation
-
-_ALIGNMENT = 16
-"""Bytes that fields begin at multiples of, as kernels read them (`kvcli.methods.pages`)."""
 
 
 class PageFields:
@@ -40,7 +38,7 @@ class PageFields:
         self._groups = page_size // self.group
         for name, x in example.tensors().items():
             self._fields[name] = self.nbytes, x.dtype, (x.shape[1], self._groups * x.shape[2], x.shape[3])
-            self.nbytes += -(-x.nbytes * self._groups // _ALIGNMENT) * _ALIGNMENT
+            self.nbytes += -(-x.nbytes * self._groups // ALIGNMENT) * ALIGNMENT
 
     def view(self, pages: Tensor) -> Codes:
         """Codes [pages, heads, entries, width] as views of pages uint8 [pages, at least nbytes]."""

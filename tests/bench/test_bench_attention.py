@@ -64,6 +64,7 @@ def test_codes_in_pages_are_rows_of_their_own() -> None:
     assert [row["page_size"] for row in (rows_, paged, refused)] == [None, 32, 16]
     assert (paged["encoded"], paged["stored_bytes"]) == (rows_["encoded"], rows_["stored_bytes"])
     assert (paged["status"], refused["status"]) == ("ok", "refused")
+    assert refused["note"] == "pages of 16 tokens do not hold whole groups of 32 tokens"
     layer = make_layer("kivi-2", context=128)
     for ours, expected in zip(
         *(x.attend(reference_attend, x.encoded_tokens()) for x in (layer.in_pages(64), layer)), strict=True

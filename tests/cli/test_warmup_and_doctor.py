@@ -20,7 +20,7 @@ from kvcli.cli.app import app
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import ChosenMethod
 from kvcli.eval.suite import Case
-from kvcli.kernels.compiled import compiled_kernels
+from kvcli.kernels.compiling import compiled_kernels
 
 
 def findings(*words: str) -> tuple[int, dict[str, dict[str, str]]]:
