@@ -12,6 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError, suggestion
+from kvcli.models.load import end_tokens
 from kvcli.progress import Advance
 from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
 
@@ -175,9 +176,7 @@ def prefill(
 
 
 def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:
-    """Tokens that end a row and the token after its end: these, or those of the model's generation config."""
-    config = getattr(model, "generation_config", None)
-    stops = getattr(config, "eos_token_id", None) if stops is None else stops
-    ends = [stops] if isinstance(stops, int) else list(stops or ())
-    padding = getattr(config, "pad_token_id", None) if padding is None else padding
+    """Tokens that end a row and the token after its end: these, or those of the model's configs."""
+    ends = end_tokens(model) if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    padding = getattr(model.generation_config, "pad_token_id", None) if padding is None else padding
     return ends, padding if padding is not None else next(iter(ends), 0)

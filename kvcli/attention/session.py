@@ -212,7 +212,7 @@ class Session:
             sampling: how tokens are chosen, and how many at most; default: greedily, 64.
             cache: holds the first of `input_ids`; default: a new one.
             past_key_values: the name of `cache` before transformers 5.24.
-            eos_token_id: tokens that end a row; default: those of the model's generation config.
+            eos_token_id: tokens that end a row; default: those of the model's configs.
             pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
             prefill_chunk: prompt tokens per forward pass; None: all of them.
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.

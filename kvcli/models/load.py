@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,10 @@ class LoadedModel:
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens that end a text: those of the model's generation config, and the tokenizer's."""
-        configured: Any = getattr(self.model.generation_config, "eos_token_id", None)
-        listed = configured if isinstance(configured, list) else [configured]
-        return sorted({int(x) for x in (*listed, getattr(self.tokenizer, "eos_token_id", None)) if x is not None})
+        """Tokens that end a text: those of the configs, the tokenizer's, and that of a reply in its chat template."""
+        tokenizer: Any = self.tokenizer
+        own = getattr(tokenizer, "eos_token_id", None)
+        return sorted({*end_tokens(self.model), *([] if own is None else [own]), *_end_of_reply(tokenizer)})
 
     def identity(self) -> dict[str, Any]:
         """`model`, `fingerprint` and `spec`, which identify the model in manifests, as plain JSON values."""
@@ -113,6 +114,25 @@ def load_model(
     check_finite(model)
     spec = probe(model).spec
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
+
+
+def end_tokens(model: Any) -> list[int]:
+    """Tokens that end a text by the generation config or the model's config."""
+    configs = getattr(model, "generation_config", None), model.config.get_text_config()
+    ends = [getattr(config, "eos_token_id", None) for config in configs]
+    each = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
+    return list(dict.fromkeys(int(end) for end in each if end is not None))
+
+
+def _end_of_reply(tokenizer: Any) -> list[int]:
+    """The special token that follows a reply in a chat template; none where there is no such token or template."""
+    reply, turns = "A reply", [{"role": "user", "content": "Hi"}]
+    try:
+        text = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": reply}], tokenize=False)
+        after = tokenizer(text.rpartition(reply)[2].strip(), add_special_tokens=False)["input_ids"]
+        return [x for x in after[:1] if tokenizer.added_tokens_decoder[x].special]
+    except Exception:  # no template, one that wants other messages, or a token that is text
+        return []
 
 
 def find_config(name: str, *, base_config: str | None = None, revision: str | None = None) -> Any:

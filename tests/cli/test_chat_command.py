@@ -152,7 +152,7 @@ def test_conversations_that_cannot_begin(chatty: Any) -> None:
     assert "has no chat template" in refused("chat", stdin="Hello\n")
 
 
-@pytest.mark.parametrize("known_to", ["the model", "the tokenizer"])
+@pytest.mark.parametrize("known_to", ["generation_config", "config", "tokenizer"])
 def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any, known_to: str) -> None:
     """A reply that was cut off has a last token that the cache does not hold yet; one that ended has not."""
     with kvcli.attach(chatty, "rtn-2", **SETTINGS) as session:
@@ -161,7 +161,7 @@ def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any, known_to: str
         cut = talk.context()
         assert cut.input_ids is not None
         assert len(cut.notes["pending"]) == 1
-        knows = chatty.model.generation_config if known_to == "the model" else chatty.tokenizer
+        knows = chatty.tokenizer if known_to == "tokenizer" else getattr(chatty.model, known_to)
         knows.eos_token_id = int(cut.input_ids[0, made.prompt_tokens + 3])
         talk = Conversation(chatty, session, kvcli.SamplingConfig(12))
         made = talk.reply("Hello there, who are you?")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
-from factories import make_model
+from byte_tokenizer import CHAT, byte_tokenizer
+from factories import load, make_model
 from transformers import AutoModelForCausalLM
 
 from kvcli.errors import ModelError, UsageError
@@ -49,6 +50,22 @@ def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.M
     assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
     with pytest.raises(UsageError, match="GGUF file is not spread"):
         load_model("some.gguf", device="auto")
+
+
+@pytest.mark.parametrize(
+    ("end", "special", "found"),
+    [("", True, []), ("<end>", False, []), ("<end>", True, [259]), ("<end>\n", True, [259])],
+)
+def test_every_token_that_is_said_to_end_a_text_ends_it(end: str, special: bool, found: list[int]) -> None:
+    loaded = replace(load(make_model("llama", vocab_size=300, eos_token_id=7)), tokenizer=byte_tokenizer())
+    assert loaded.end_tokens == [2, 7]
+    loaded.model.generation_config.eos_token_id = [9, 5]
+    assert loaded.end_tokens == [2, 5, 7, 9]
+    loaded.tokenizer.add_tokens("<end>", special_tokens=special)
+    loaded.tokenizer.chat_template = CHAT.replace("</s>", end)
+    assert loaded.end_tokens == [2, 5, 7, 9, *found]
+    loaded.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert loaded.end_tokens == [2, 5, 7, 9]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "auto"])

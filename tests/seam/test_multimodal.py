@@ -68,7 +68,7 @@ def model_of(model_type: str) -> Any:
     vision, text, both = PARTS[model_type]
     config = CONFIG_MAPPING[model_type](vision_config=vision, text_config={**TEXT, **text}, **both)
     model = AutoModelForImageTextToText.from_config(config).eval()
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = None
     for name, weight in find_decoder(model).named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight.data *= 4

@@ -97,7 +97,7 @@ def make(model_type: str, **changes: Any) -> Any:
     """A random causal language model, its weights such that every error of attention shows."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = None
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and any(part in _ATTENTION for part in name.split(".")):
             weight.data *= 4
