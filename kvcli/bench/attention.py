@@ -28,6 +28,7 @@ from kvcli.commands.suite import Bars, Records, SideBySide
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.models.builtin_models import DEFAULT_MODEL
+from kvcli.models.shapes import check_shape
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
@@ -57,6 +58,7 @@ class AttentionOptions(BenchOptions):
             raise UsageError(f"suite attention runs no model; give --shape instead of '{self.model}'")
         if parse_batches(self.batches) is None:
             raise UsageError("--batches auto goes with suite generate or memory")
+        check_shape(self.shape)
 
 
 FIGURES = {

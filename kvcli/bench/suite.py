@@ -20,6 +20,7 @@ from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.models.hub import check_model_name
+from kvcli.models.shapes import check_shape
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
@@ -90,6 +91,8 @@ class WholeModelOptions(BenchOptions):
             raise UsageError("--layers goes with --random-weights")
         if self.random_weights is None:
             check_model_name(self.model)
+        else:
+            check_shape(self.random_weights)
 
     def load_model(self, shape: str | None, reporter: Reporter) -> tuple[LoadedModel, dict[str, Any]]:
         """The model, or one of a shape with random weights and no tokenizer, and fields of all records that say so."""
@@ -97,14 +100,12 @@ class WholeModelOptions(BenchOptions):
 
         from kvcli.bench.model import random_model
         from kvcli.models.load import LoadedModel
-        from kvcli.models.shapes import shape_spec
         from kvcli.seam.probe import probe
 
         device = torch.device(self.torch_device())
         if shape is None:
             loaded = self.load(reporter)
         else:
-            shape_spec(shape)  # raises for an unknown shape before anything is said
             dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
             reporter.say(f"making a model of the shape {shape} with random weights")
             model = random_model(shape, self.layers, device, getattr(torch, dtype), self.seed)

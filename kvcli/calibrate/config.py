@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from kvcli.errors import UsageError
 from kvcli.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FISHER_SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
@@ -80,6 +80,8 @@ class CollectConfig:
     @property
     def fisher_rows(self) -> list[int]:
         """Sequences whose gradients are computed, over the whole recording: neighbours can be of one document."""
+        import torch
+
         return torch.linspace(0, self.num_sequences - 1, self.fisher_sequences).round().long().tolist()
 
     @property

@@ -102,16 +102,20 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say |
             skipping(f"rows without text that were left out: {len(skipped)}, first {skipped[0]}")
 
 
-def check_source(config: CorpusConfig) -> None:
-    """Checks a local source by its name, so that it fails before a model is loaded.
+def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len") -> None:
+    """Checks a local source by name and size, so that it fails before a model is loaded.
 
     Raises:
-        CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given.
+        CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given; far
+            fewer bytes than a sequence of `seq_len` tokens takes, which the `option` says.
     """
     if config.source == "-":
         _check_local(config)
-    else:
-        _local_files(config)
+        return
+    files = _local_files(config)
+    plain = not any(file.suffix.lower() in (".parquet", _COMPRESSED) for file in files)
+    if files and plain and (count := sum(file.stat().st_size for file in files)) < seq_len // 2:
+        raise _too_short(f"{count} bytes", seq_len, option)
 
 
 def _shuffled(config: CorpusConfig) -> Iterator[tuple[str, Any]]:
@@ -206,6 +210,13 @@ def _check_local(config: CorpusConfig) -> None:
             raise CorpusError(f"the corpus '{config.source}' is no dataset on the hub: it has no {what} '{value}'")
 
 
+def _too_short(size: str, seq_len: int, option: str) -> CorpusError:
+    flag = option.replace("_", "-")
+    return CorpusError(
+        f"the corpus has {size}, fewer than one sequence of {seq_len} tokens; give more text, or a lower --{flag}"
+    )
+
+
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that a tokenizer puts before every text, such as that of its beginning; often none."""
     text = "a"
@@ -215,7 +226,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def token_sequences(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_sequences: int, seq_len: int
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_sequences: int, seq_len: int, option: str = "seq_len"
 ) -> Tensor:
     """Packs documents into sequences of equal length, with the end-of-text token between documents.
 
@@ -225,7 +236,7 @@ def token_sequences(
         int64 [num_sequences, seq_len]; fewer sequences when the texts run out.
 
     Raises:
-        CorpusError: the texts do not fill a single sequence.
+        CorpusError: the texts do not fill a single sequence, whose length the `option` says.
     """
     import torch
 
@@ -249,8 +260,7 @@ def token_sequences(
         if len(tokens) >= num_tokens:
             break
     if len(tokens) < width:
-        short = f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}"
-        raise CorpusError(f"{short}; give more text, or a lower --seq-len or --prompt-tokens")
+        raise _too_short(f"{len(tokens)} tokens", seq_len, option)
     count = min(num_sequences, len(tokens) // width)
     packed = torch.frombuffer(tokens, dtype=torch.int64)[: count * width].view(count, width)
     return torch.cat((torch.tensor([first] * count, dtype=torch.int64), packed), dim=1) if first else packed

@@ -44,7 +44,7 @@ class AskOptions(SamplingOptions):
 def run(options: AskOptions, output: Output) -> None:
     """Ask a chat model about a document, which is read once: the next question goes on from its compressed cache."""
     question = _question(options)
-    options.check()
+    options.check(chat=True)
     sources = read_texts(options.files)
     store = open_store(options.store, options.model, must_exist=False)
     store.check_writable()

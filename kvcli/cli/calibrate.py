@@ -12,7 +12,7 @@ from pydantic import Field
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.commands.options import ModelOptions, Options
-from kvcli.commands.paths import model_folder, newest_shards
+from kvcli.commands.paths import model_folder, newest_samples, newest_shards
 from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
 from kvcli.models.builtin_models import BUILTIN_MODELS
@@ -68,9 +68,11 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     Started by torchrun, processes share the sequences.
     """
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
+    from kvcli.calibrate.config import CollectConfig, Shard
     from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, beginning, check_source, documents, token_sequences
 
     check_model_name(options.model)
+    shard = None if options.shard is None else Shard.parse(options.shard)
     source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
     default = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
     if source == FINEWEB_EDU:
@@ -81,10 +83,8 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     check_source(corpus)
 
     from kvcli.calibrate.collect import collect
-    from kvcli.calibrate.config import CollectConfig, Shard
     from kvcli.storage.ranks import join_ranks
 
-    shard = None if options.shard is None else Shard.parse(options.shard)
     output.settings(options.model_dump(mode="json"))
     with join_ranks() as ranks:
         if shard is not None and ranks.count > 1:
@@ -137,9 +137,11 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
 
 def merge_shards(options: MergeOptions, output: Output) -> None:
     """Put the shards of a recording together: the result is what one process would have recorded."""
+    folders = options.shards or newest_shards()
+    for folder in folders:
+        newest_samples(folder)
     from kvcli.calibrate.shards import merge, read_shards
 
-    folders = options.shards or newest_shards()
     shards = read_shards(folders)
     folder = options.out or model_folder(shards[0][1].model, "samples")
     output.settings({"shards": len(shards), "out": folder})

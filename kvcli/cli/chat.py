@@ -58,7 +58,7 @@ def run(options: ChatOptions, output: Output) -> None:
         return
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
-    options.check(options.resume, options.store)
+    options.check(options.resume, options.store, chat=True)
 
     from kvcli.commands.options import check_storable
     from kvcli.text.chat import Conversation

@@ -107,8 +107,9 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
 
 def show(options: ShowOptions, output: Output) -> None:
     """Show a context: tokens, bytes against fp16, bits, shared blocks; with --kl, what the stored copy loses."""
-    store = open_store(options.store, options.model)
-    stored = store.get(_name(options.name))
+    name = _name(options.name)
+    store = open_store(options.store, options.model, name)
+    stored = store.get(name)
     record = _context_record(stored, store.shared())
     lines = [
         f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
@@ -187,10 +188,8 @@ def _count(contexts: int) -> str:
 
 def verify(options: VerifyOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
-    store = open_store(options.store, options.model)
-    names, known = options.names or store.names(), store.names()
-    if unknown := [name for name in names if name not in known]:
-        raise store.no_context(unknown[0])
+    store = open_store(options.store, options.model, *options.names)
+    names = options.names or store.names()
     damages = store.damages(names, output.progress)
     for reason in damages.values():
         output.warn(reason)
@@ -213,9 +212,9 @@ def prune(options: PruneOptions, output: Output) -> None:
 
 def remove(options: RemoveOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
-    store = open_store(options.store, options.model)
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
+    store = open_store(options.store, options.model, *options.names)
     freed = store.remove(*options.names)
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
 
@@ -223,7 +222,7 @@ def remove(options: RemoveOptions, output: Output) -> None:
 def export_context(options: ExportContextOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
     name = _name(options.name)
-    store = open_store(options.store, options.model)
+    store = open_store(options.store, options.model, name)
     path = options.out or Path()
     if path.is_dir():
         path /= f"{name}.safetensors"

@@ -57,7 +57,7 @@ class GenerateOptions(SamplingOptions):
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    options.check(options.context, options.store)
+    options.check(options.context, options.store, chat=options.chat)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")

@@ -81,7 +81,9 @@ def _value_range(field: FieldInfo) -> str:
 
 def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens."""
-    from kvcli.models.shapes import shape_spec
+    from kvcli.models.shapes import check_shape, shape_spec
+
+    check_shape(shape)
     from kvcli.plan.cache import stored_bits
 
     spec = shape_spec(shape)

@@ -18,6 +18,8 @@ from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS
+from kvcli.models.hub import check_model_name
+from kvcli.models.shapes import SHAPES, naming_shapes
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name
 
 if TYPE_CHECKING:
@@ -91,6 +93,9 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
 
     UsageError: no such device, method or setting; ModelError: no such model.
     """
+    with naming_shapes(options.model):
+        if options.model not in SHAPES:
+            check_model_name(options.model)
     settings = parse_settings(options.setting)
     if names:  # before torch is imported
         choose(map(MethodChoice, [BASELINE, *names]), settings)

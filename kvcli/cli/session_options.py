@@ -15,9 +15,9 @@ from kvcli.cli.output import Output
 from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import default_artifact, model_folder, newest_artifact
 from kvcli.contexts import index
-from kvcli.errors import ArtifactError, CacheError, suggestion
+from kvcli.errors import ArtifactError, CacheError
 from kvcli.methods.config import CacheConfig
-from kvcli.models.hub import check_model_name
+from kvcli.models.hub import check_chat, check_model_name
 from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, get_config, parse_name
 
 if TYPE_CHECKING:
@@ -74,20 +74,18 @@ class SessionOptions(ModelOptions):
         lengths = {"sink_length": self.sink_length, "residual_length": self.residual_length}
         return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
 
-    def check(self, context: Path | None = None, store: Path | None = None) -> None:
+    def check(self, context: Path | None = None, store: Path | None = None, *, chat: bool = False) -> None:
         """Checks model, method, settings, artifact and context (a file or a name in the store) without torch.
 
         KvcliError: one of them does not exist or is out of range, or the artifact is of another method.
         """
         check_model_name(self.model)
+        if chat and context is None:
+            check_chat(self.model)
         if context is not None and not context.exists():
             place = store or model_folder(self.model, "contexts")
-            names = index.names(place)
-            if str(context) not in names:
-                raise CacheError(
-                    f"there is no file {context} and no context '{context}' in {place}"
-                    f"{suggestion(str(context), names)}; 'kvcli contexts list' shows those that are there"
-                )
+            if str(context) not in index.names(place):
+                raise CacheError(f"there is no file {context}, and {index.no_context(place, str(context))}")
         if self.fit:
             check_fit(self.method, self.artifact)
         if context is None or self.names_method:

@@ -21,6 +21,7 @@ from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
+from kvcli.models.hub import check_model_name
 from kvcli.registry import BASELINE, METHODS, get_config, get_method, parse_name
 
 
@@ -94,6 +95,8 @@ def run(options: TuneOptions, output: Output) -> None:
     if options.max_kld is None and options.max_bits is None and options.memory is None:
         raise UsageError("say what is to be reached: --max-kld, --max-bits or --memory")
     tokens, bases = parse_size(options.context) or 0, options.bases(output)
+    check_model_name(options.model)
+    options.check_text()
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
     fitted = [Case(x.name, MethodChoice.of(artifact=x, settings=window), options.impl) for x in options.artifact]
     from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Objective, tune, widths_of

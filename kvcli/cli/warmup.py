@@ -14,6 +14,8 @@ from kvcli.cli.output import Output
 from kvcli.commands.options import ModelOptions, parse_settings
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
+from kvcli.models.hub import check_model_name
+from kvcli.models.shapes import check_shape
 from kvcli.registry import UNFITTED_METHOD
 
 
@@ -30,6 +32,7 @@ def run(options: WarmupOptions, output: Output) -> None:
     """Compile the kernels of a model ahead, in a container or on a cluster; later processes only load them."""
     settings = parse_settings(options.setting)
     choose(map(MethodChoice, options.method), settings)
+    check_model_name(options.model) if options.shape is None else check_shape(options.shape)
     import torch
 
     from kvcli.bench.model import open_session, random_model

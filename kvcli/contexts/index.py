@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from kvcli.errors import ContextError, UsageError, error_text
+from kvcli.errors import ContextError, UsageError, error_text, suggestion
 
 UNUSED = "FROM blocks WHERE digest NOT IN (SELECT digest FROM context_blocks)"
 """The blocks that no context needs, after SELECT or DELETE."""
@@ -159,6 +159,12 @@ def names(folder: Path) -> list[str]:
     """Names of all contexts of a store, also of damaged ones; none without a store. Raises as `Index.reading` does."""
     with Index(folder).reading() as db:
         return [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
+
+
+def no_context(folder: Path, name: str) -> ContextError:
+    """The error that a store has no context of this name."""
+    hint = f"{suggestion(name, names(folder))}; 'kvcli contexts list' shows those that are there"
+    return ContextError(f"there is no context '{name}' in {folder}{hint}")
 
 
 def check_name(name: str) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from kvcli.cache.blocks import Block, Place, read_blocks, verify_blocks
 from kvcli.cache.context import Context, tokens_in
 from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts.index import UNUSED, Index, check_name, names
+from kvcli.contexts.index import UNUSED, Index, check_name, names, no_context
 from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
-from kvcli.errors import CacheError, ContextError, suggestion
+from kvcli.errors import CacheError, ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 
 SUFFIX = ".safetensors"
@@ -44,7 +44,7 @@ class ContextReader:
         with self._index.reading() as db:
             row = db.execute(f"{CONTEXTS} WHERE name = ?", (name,)).fetchone()
         if row is None:
-            raise self.no_context(name)
+            raise no_context(self.folder, name)
         return StoredContext.of(row)
 
     def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
@@ -223,13 +223,6 @@ class ContextReader:
             raise ContextError(
                 f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
             ) from error
-
-    def no_context(self, name: str) -> ContextError:
-        """The error that there is no context of this name."""
-        return ContextError(
-            f"there is no context '{name}' in {self.folder}{suggestion(name, self.names())}; 'kvcli contexts list' "
-            "shows those that are there"
-        )
 
 
 def check_index(db: sqlite3.Connection) -> None:

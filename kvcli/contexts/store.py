@@ -22,7 +22,7 @@ from kvcli.attention.session import Session
 from kvcli.cache.blocks import BLOCK_TOKENS, Block, Tensors, encode, is_plain, verify_blocks
 from kvcli.cache.context import INPUT_IDS, Context, ContextRecord
 from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts.index import UNUSED, check_name
+from kvcli.contexts.index import UNUSED, check_name, no_context
 from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
 from kvcli.contexts.search import index_rows
 from kvcli.errors import CacheError, ContextError
@@ -140,7 +140,7 @@ class ContextStore(ContextReader):
         for name in contexts:
             check_name(name)
             if name not in self.names():
-                raise self.no_context(name)
+                raise no_context(self.folder, name)
         with self._index.writing() as db:
             db.executemany("DELETE FROM contexts WHERE name = ?", [(name,) for name in contexts])
         return self._collect()

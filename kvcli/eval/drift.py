@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 class DriftOptions(CorpusOptions, ComparedOptions):
     """Options of `kvcli eval drift`."""
+
+    length: ClassVar[str] = "prompt_tokens"
 
     num_prompts: int = Field(8, ge=1, description="prompts")
     prompt_tokens: int = Field(256, ge=1, description="tokens of a prompt")

@@ -143,6 +143,7 @@ class RulerOptions(CorpusOptions, ComparedOptions):
     chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
     def check(self) -> None:
+        super().check()
         for task in self.tasks:
             if task not in TASKS:
                 raise UsageError(f"--tasks takes {', '.join(TASKS)}, not '{task}'{suggestion(task, TASKS)}")

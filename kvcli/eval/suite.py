@@ -69,7 +69,9 @@ class ComparedOptions(EvalOptions):
 
 
 class TextOptions(ModelOptions):
-    """Options of what reads text."""
+    """Options of what reads text; `length` is the option that says how long sequences of it are."""
+
+    length: ClassVar[str] = "seq_len"
 
     corpus: str = Field(
         "builtin:docs",
@@ -88,6 +90,12 @@ class TextOptions(ModelOptions):
         split = self.corpus_split or ("heldout" if is_builtin(self.corpus) else "train")
         return CorpusConfig(self.corpus, split, self.corpus_name, self.revision, self.text_column, self.seed)
 
+    def check_text(self) -> None:
+        """Raises CorpusError, before torch is imported, for a corpus that is not there or that is too short."""
+        from kvcli.calibrate.corpus import check_source
+
+        check_source(self.corpus_config(), getattr(self, self.length, 0), self.length)
+
     def texts(self, reporter: Reporter) -> Iterator[str]:
         """The documents of the corpus in its seeded order."""
         from kvcli.calibrate.corpus import documents
@@ -102,7 +110,7 @@ class TextOptions(ModelOptions):
         """Token sequences of the corpus, int64 [count or fewer, length]."""
         from kvcli.calibrate.corpus import token_sequences
 
-        sequences = token_sequences(self.texts(reporter), loaded.tokenizer, count, length)
+        sequences = token_sequences(self.texts(reporter), loaded.tokenizer, count, length, self.length)
         loaded.check_length(length, reporter.warn)
         if len(sequences) < count:
             reporter.say(f"the corpus fills {len(sequences)} of {count} sequences")
@@ -111,6 +119,9 @@ class TextOptions(ModelOptions):
 
 class CorpusOptions(EvalOptions, TextOptions):
     """And of suites that read text."""
+
+    def check(self) -> None:
+        self.check_text()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import CorpusError, ModelError, error_text, suggestion
+from kvcli.errors import CorpusError, ModelError, UsageError, error_text, suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
 
 if TYPE_CHECKING:
@@ -34,6 +34,16 @@ def check_model_name(name: str) -> None:
     folder = None if name in BUILTIN_MODELS or name.endswith(".gguf") else local_folder(name)
     if folder is not None and not any(is_file(folder / file) for file in ("config.json", "adapter_config.json")):
         raise ModelError(f"cannot load model '{folder}': it has no config.json, so it is not a folder of a model")
+
+
+def check_chat(name: str) -> None:
+    """Checks without torch that the tokenizer of a model's folder has a chat template, else UsageError."""
+    folder = Path(name).expanduser()
+    config = folder / "tokenizer_config.json"
+    if name in BUILTIN_MODELS or not is_file(folder / "config.json") or not is_file(config):
+        return
+    if not any(folder.glob("*chat_template*")) and '"chat_template"' not in config.read_text(errors="replace"):
+        raise UsageError(f"{name} has no chat template: it continues texts, as 'kvcli generate' lets it")
 
 
 def local_folder(name: str) -> Path | None:

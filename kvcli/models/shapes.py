@@ -5,14 +5,17 @@ This module makes configurations; reading them is the business of `kvcli.spec`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import UsageError
-from kvcli.rope import Rope
+from kvcli.errors import ModelError, UsageError, suggestion
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from kvcli.rope import Rope
 
 
 def _rope(theta: float, kind: str = "default", **others: float) -> dict[str, Any]:
@@ -50,12 +53,28 @@ SHAPES = {name: {**dict(zip(_COLUMNS, row, strict=True)), **others} for name, (r
 """Settings of a transformers config, of a Llama model unless `model_type` says otherwise."""
 
 
+def check_shape(name: str) -> None:
+    """Raises UsageError unless a shape has this name."""
+    if name not in SHAPES:
+        hint = suggestion(name, SHAPES) or f"; choose one of {', '.join(SHAPES)}"
+        raise UsageError(f"unknown shape '{name}'{hint}")
+
+
+@contextmanager
+def naming_shapes(name: str) -> Iterator[None]:
+    """A ModelError in the block, of a model of this name, also says what needs none."""
+    try:
+        yield
+    except ModelError as error:
+        hint = f"shapes that need no model: {', '.join(SHAPES)}{suggestion(name, SHAPES)}"
+        raise type(error)(f"{error}; {hint}") from error
+
+
 def shape_config(name: str, num_layers: int | None = None) -> Any:
     """The transformers configuration of one of `SHAPES`, with another depth if one is named; UsageError for others."""
     from transformers import AutoConfig
 
-    if name not in SHAPES:
-        raise UsageError(f"unknown shape '{name}'; choose one of {', '.join(SHAPES)}")
+    check_shape(name)
     values = {"model_type": "llama", "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None, **SHAPES[name]}
     config = AutoConfig.for_model(**values)
     if num_layers is not None:
@@ -71,5 +90,7 @@ def shape_spec(name: str) -> ModelSpec:
 def shape_rope(name: str, device: torch.device) -> Rope:
     """The rotary embedding that transformers gives a model of this shape."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from kvcli.rope import Rope
 
     return Rope(LlamaRotaryEmbedding(shape_config(name)).to(device))

@@ -18,7 +18,6 @@ from torch import nn
 from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
-from kvcli.errors import ModelError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -27,7 +26,7 @@ from kvcli.methods.samples import LayerFisher
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.models.checkpoint import attention_implementation
 from kvcli.models.load import find_config
-from kvcli.models.shapes import SHAPES, shape_config
+from kvcli.models.shapes import SHAPES, naming_shapes, shape_config
 from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
 from kvcli.seam.probe import probe
@@ -143,10 +142,8 @@ def model_config(name: str, base_config: str | None = None, revision: str | None
     builtin = BUILTIN_MODELS.get(name)
     if name in SHAPES and not (builtin and (copy_folder(builtin) / "config.json").is_file()):
         return shape_config(name)
-    try:
+    with naming_shapes(name):
         return find_config(name, base_config=base_config, revision=revision)
-    except ModelError as error:
-        raise type(error)(f"{error}; shapes that need no model: {', '.join(SHAPES)}") from error
 
 
 def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, fused: bool) -> int:

@@ -187,6 +187,6 @@ def test_sequences_are_packed_without_loss() -> None:
     actual = token_sequences(["abc", "de", "fghij"], tokenizer, 9, 4)
     assert tokenizer.decode(actual.flatten()) == "abc</s>de</s>fghij"
     assert token_sequences(["abcdefgh"] * 9, tokenizer, 2, 3).shape == (2, 3)
-    with pytest.raises(CorpusError, match=r"fewer than one sequence of 8; .* lower --seq-len"):
+    with pytest.raises(CorpusError, match=r"fewer than one sequence of 8 tokens; .* lower --seq-len"):
         token_sequences(["ab"], tokenizer, 1, 8)
     assert actual.dtype == torch.int64

@@ -139,4 +139,4 @@ def test_help_of_every_command() -> None:
 
 def test_a_context_that_is_nowhere_is_named_with_its_store(made: Maker) -> None:
     missing = refused("generate", "--context", "fist", "--prompt", "x", code=1)
-    assert f"there is no file fist and no context 'fist' in {STORE}; did you mean 'first'?" in missing
+    assert f"there is no file fist, and there is no context 'fist' in {STORE}; did you mean 'first'?" in missing

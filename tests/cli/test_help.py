@@ -105,10 +105,37 @@ SLIPS = {
     "inspect missing": (2, "missing does not exist"),
     "diff missing": (2, "name two paths"),
     "report missing": (2, "cannot read missing"),
+    "eval --corpus missing.txt": (1, "no such file or folder: missing.txt"),
+    "eval needle --corpus missing.txt": (1, "no such file or folder: missing.txt"),
+    "eval --corpus short.txt": (1, "fewer than one sequence of 2048 tokens; give more text, or a lower --seq-len"),
+    "eval drift --corpus short.txt": (1, "or a lower --prompt-tokens"),
+    "tune --max-kld 1 --corpus missing.txt": (1, "no such file or folder: missing.txt"),
+    "tune --max-kld 1 --corpus short.txt": (1, "fewer than one sequence of 1024 tokens"),
+    "tune --max-kld 1 no-such-folder": (1, "no such folder"),
+    "plan llama3-8b": (1, "did you mean 'llama-3.1-8b'?"),
+    "recommend llama3-8b --memory 24GiB": (1, "did you mean 'llama-3.1-8b'?"),
+    "calibrate --shard 3/2": (2, "such as 1/4 to 4/4, not '3/2'"),
+    "warmup nonsense": (1, "no such folder"),
+    "warmup --shape llama3": (2, "did you mean 'llama-3.1-8b'?"),
+    "bench --shape llama3": (2, "did you mean 'llama-3.1-8b'?"),
+    "bench generate --random-weights llama3": (2, "did you mean 'llama-3.1-8b'?"),
+    "methods --bits gpt-9": (2, "choose one of llama-3.1-8b"),
+    "ask short.txt x --model model": (2, "model has no chat template"),
+    "chat model": (2, "model has no chat template"),
+    "contexts list": (2, "there is no store of contexts"),
+    "contexts show nothing": (2, "there is no store of contexts"),
+    "contexts show nothing --store model": (1, "there is no context 'nothing' in model"),
+    "contexts rm nothing --store model": (1, "there is no context 'nothing' in model"),
+    "merge": (1, "run 'kvcli calibrate --shard' first"),
+    "merge a b": (1, "no recorded samples in a"),
 }
 
 
 def test_slips_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("ten tokens")
+    (tmp_path / "model").mkdir()
+    for name in ("config", "tokenizer_config"):
+        (tmp_path / "model" / f"{name}.json").write_text("{}")
     program = f"""
 import contextlib, io, sys
 from kvcli.cli.app import run_command_line
