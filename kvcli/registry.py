@@ -108,7 +108,7 @@ def check_method_name(name: str, bits: str = "") -> None:
     """
     if name in METHODS:
         return
-    close = difflib.get_close_matches(name, METHODS, n=1)
+    close = [x for text in (name, name.partition("-")[0]) for x in difflib.get_close_matches(text, METHODS, n=1)]
     hint = f"did you mean '{close[0] + bits if bits else method_name(close[0], {})}'?" if close else ""
     raise UsageError(f"unknown method '{name}{bits}'; {hint or 'choose one of ' + ', '.join(METHODS)}")
 

@@ -61,7 +61,7 @@ def collect(
         ranks: processes that share the work, all called with the same arguments, and with files in common; their
             shares are in folders below the recording's until rank 0 has put them together.
         overwrite: discard a recording that is in the folder, also the same one.
-        advance: called with the number of tokens of each pass of this rank, recorded now or before.
+        advance: called with the number of tokens of each pass of this rank, recorded now or before, unless all were.
 
     Raises:
         SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
@@ -126,11 +126,12 @@ class _Collection:
                 f"the recording needs {-(-needed // 2**20)} MiB, but {folder} has {free // 2**20} MiB free; lower "
                 "--tokens or --query-tokens, or choose another --out"
             )
-        self._record_samples(finished)
-        if FISHER in finished:
-            self._advance_gradients(config.fisher_tokens)
-        elif rows:
-            self._record_fisher(rows, stored)
+        if len(finished) < len(names):
+            self._record_samples(finished)
+            if FISHER in finished:
+                self._advance_gradients(config.fisher_tokens)
+            elif rows:
+                self._record_fisher(rows, stored)
         if len(finished) < len(names) or not stored.complete:
             records = stored.parts | part_records(folder)
             stored.finish(folder, {name: records[name] for name in names})
@@ -145,12 +146,12 @@ class _Collection:
             **self.loaded.identity(),
             "rope": probe(self.loaded.model).rope.frequencies(),
             "provenance": dict(self.provenance),
-            "token_ids_sha256": hashlib.sha256(tokens.numpy().data).hexdigest(),
             **asdict(config),
             "num_tokens": config.num_sequences * config.seq_len,
             "num_parts": config.num_parts,
             "windows": config.windows(self.loaded.spec),
             **({} if self.shard is None else {"shard": [self.shard.index, self.shard.count]}),
+            "token_ids_sha256": hashlib.sha256(tokens.numpy().data).hexdigest(),  # last: others say what was changed
         }
 
     def _record_samples(self, finished: Mapping[str, Any]) -> None:

@@ -113,7 +113,7 @@ def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len"
         _check_local(config)
         return
     files = _local_files(config)
-    plain = not any(file.suffix.lower() in (".parquet", _COMPRESSED) for file in files)
+    plain = not any(file.suffix.lower() in (".parquet", ".gz") for file in files)
     if files and plain and (count := sum(file.stat().st_size for file in files)) < seq_len // 2:
         raise _too_short(f"{count} bytes", seq_len, option)
 

@@ -115,7 +115,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
         if begins_with := beginning(loaded.tokenizer):
             provenance["begins_with"] = begins_with
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
-        with output.progress(label, config.total_tokens(loaded.spec, share), "tokens") as advance:
+        with output.progress(label, config.total_tokens(loaded.spec, share), "token passes") as advance:
             collect(
                 loaded,
                 sequences,

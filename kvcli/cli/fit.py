@@ -112,7 +112,7 @@ def run(options: FitOptions, output: Output) -> None:
             output.warn(f"no artifact: {error}")
     following = ["kvcli", "export", folder] if options.layers is None else []
     record = {"run": str(folder), "layers": reports, "artifact": artifact}
-    output.result(record, str(folder), generate_with(artifact) if artifact else following)
+    output.result(record, artifact or str(folder), generate_with(artifact) if artifact else following)
 
 
 def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel, ValidationError
 
-from kvcli.commands.options import Options, is_path, read_yaml
+from kvcli.commands.options import Options, holds, read_yaml
 from kvcli.errors import ConfigError, suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import METHODS
@@ -87,8 +87,10 @@ def signature(
             "help": text,
             "show_default": False,
             "autocompletion": _completion(choices or tuple(_COMPLETED.get(name, ()))),
-            "metavar": "PATH" if is_path(field.annotation) else None,
+            "metavar": "PATH" if holds(field.annotation, Path) else None,
         }
+        if kind in (int, list[int]):  # which the options read, 128K too
+            kind, shared["metavar"] = (str, "<int>") if kind is int else (list[str], "<list[int]>")
         flag = name.replace("_", "-")
         negated = f"/--no-{flag}" if kind is bool and not flag.startswith("no-") else ""
         words = [f"--{flag}{negated}", *["-o"] * (name == "out")]
@@ -109,7 +111,7 @@ def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
 def _plain_type(annotation: Any) -> Any:
     """What typer parses for an annotation: a literal's base type, an optional's inner type; pydantic checks more."""
     origin, inner = get_origin(annotation), get_args(annotation)
-    if is_path(annotation):
+    if holds(annotation, Path):
         return list[str] if origin is list else str
     if origin is Literal:
         return type(inner[0])

@@ -145,6 +145,7 @@ class Output:
             with Progress(*columns, console=self.console, expand=True) as bar:
                 task = bar.add_task(label, total=total)
                 yield lambda count: bar.advance(task, count)
+                bar.update(task, visible=bool(bar.tasks[0].completed))
         else:
             started = said = time.monotonic()
             done = 0

@@ -12,6 +12,7 @@ from pydantic import Field
 from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
+from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import newest_artifact
 from kvcli.commands.sizes import parse_size, size
@@ -38,7 +39,9 @@ class CacheOptions(ModelOptions):
     prompt_tokens: int = Field(8192, ge=1, le=2**27, description="length of a prompt")
     max_new_tokens: int = Field(256, ge=1, le=2**20, description="tokens after each prompt")
     batch: int = Field(1, ge=1, le=2**20, description="sequences at once")
-    prefill_chunk: int | None = Field(None, ge=1, description="tokens of a prompt per forward pass; default: all")
+    prefill_chunk: int | None = Field(
+        None, ge=1, description=f"tokens of a prompt per forward pass; default: plan: all, recommend: {PREFILL_CHUNK}"
+    )
     memory: str | None = Field(None, description="what to fit into, as 24GiB; plan: longest prompt and largest batch")
 
 
@@ -53,7 +56,10 @@ class PlanOptions(CacheOptions):
 
 
 def run(options: PlanOptions, output: Output) -> None:
-    """Say what calibrating and generating will take, from a model's config alone; no weights are needed."""
+    """Say what calibrating and generating will take, from a model's config alone; no weights are needed.
+
+    A --memory is a GPU's, also where there is none, unless --device cpu says otherwise.
+    """
     memory = parse_size(options.memory)
     planned, plans = method_plans(options, options.method)
     import torch
@@ -105,7 +111,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     from kvcli.plan.memory import PlannedModel, model_config
 
     device_name = None if options.device == AUTO_DEVICE else options.device
-    device_name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_name = device_name or ("cuda" if options.memory or torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device_name)  # a GPU that is planned for need not be there
     except RuntimeError as error:
@@ -218,5 +224,5 @@ def _short_number(number: int | None) -> str:
     return f"{number / 1000:.0f}K" if number < 1_000_000 else f"{number / 1e6:.1f}M"
 
 
-EXAMPLE = "kvcli plan llama-3.1-8b --device cuda --memory 24GiB --prompt-tokens 32768"
+EXAMPLE = "kvcli plan llama-3.1-8b --memory 24GiB --prompt-tokens 32768"
 COMMAND = Command("plan", PlanOptions, run, EXAMPLE, ("model",))

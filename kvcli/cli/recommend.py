@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.plan import CacheOptions, method_plans
+from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.paths import newest_artifact
 from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
@@ -28,10 +30,10 @@ LOSSES = Path(__file__).with_name("losses.json")
 def run(options: CacheOptions, output: Output) -> None:
     """Say which methods fit into a memory, those first that are known to lose least, and how to measure the first.
 
-    The memory is a GPU's, also where there is none, unless --device cpu says otherwise. Losses are those of kvcli's
-    own records; nothing is run.
+    The memory is a GPU's, also where there is none, unless --device cpu says otherwise; prompts are read in parts.
+    Losses are those of kvcli's own records; nothing is run.
     """
-    options = options if options.device else options.model_copy(update={"device": "cuda"})
+    options = options.model_copy(update={"prefill_chunk": options.prefill_chunk or PREFILL_CHUNK})
     memory = parse_size(options.memory)
     if memory is None:
         raise UsageError("say what has to be fitted into, such as --memory 24GiB")
@@ -43,17 +45,14 @@ def run(options: CacheOptions, output: Output) -> None:
     smaller = f"; those of the checkpoint ({planned.quantized}) and peaks are smaller" if planned.quantized else ""
     output.say(f"{where}: weights {size(planned.weights_bytes)}{smaller}")
     rows = [_row(plan, options, memory, tables) for plan in plans]
-    rows.sort(key=lambda row: (not row["fits"], *((kl is None, kl) for kl in row["kl"].values()), row["peak_bytes"]))
+    rows.sort(key=lambda row: (not row["fits"], _known(row)[0], row["peak_bytes"]))
     about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
     output.say(f"KL to the uncompressed model, nats per token, was measured on {' and '.join(about)}")
     if tables[0]["model"] != options.model:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
     best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
     if best is None:
-        lengths = options.prompt_tokens, options.max_new_tokens, options.batch
-        parts = not options.prefill_chunk and any(x.peak_bytes(*lengths, chunk=4096) <= memory for x in plans)
-        hint = "; a prompt that is read in parts would: --prefill-chunk 4096" if parts else ""
-        output.say(f"nothing that was measured fits{hint}")
+        output.say("nothing that was measured fits")
     elif best["method"] == BASELINE:
         output.say("nothing has to be compressed")
     else:
@@ -87,15 +86,21 @@ def _table(title: str, rows: list[dict[str, Any]]) -> DataTable:
     cells = [
         {
             "method": row["method"],
-            **{f"KL, {model}": "" if kl is None else f"{kl:.4f}" for model, kl in row["kl"].items()},
+            "KL": f"{_known(row)[0]:.4f}" if _known(row)[1] else "-",
+            "measured on": _known(row)[1],
             "cache": size(row["cache_bytes"]),
             "peak": size(row["peak_bytes"]),
             **{name.replace("_", " "): "yes" if row[name] else "-" for name in ("fits", "fit_first")},
         }
         for row in rows
     ]
-    return DataTable.of(title, cells, ("cache",))
+    return DataTable.of(title, cells, ("cache", "measured on"))
 
 
-EXAMPLE = "kvcli recommend llama-3.1-8b --memory 24GiB --prompt-tokens 65536 --prefill-chunk 4096"
+def _known(row: dict[str, Any]) -> tuple[float, str]:
+    """The KL that was measured on the largest model, and which that is."""
+    return next(((kl, model) for model, kl in row["kl"].items() if kl is not None), (math.inf, ""))
+
+
+EXAMPLE = "kvcli recommend llama-3.1-8b --memory 24GiB --prompt-tokens 64K"
 COMMAND = Command("recommend", CacheOptions, run, EXAMPLE, ("model",))

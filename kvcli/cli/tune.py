@@ -31,7 +31,7 @@ class TuneOptions(TextOptions):
     max_kld: float | None = Field(default=None, gt=0, description="find the fewest bytes for this KL, nats per token")
     max_bits: float | None = Field(default=None, gt=0, description="find the least loss at so many bits per number")
     memory: str | None = Field(default=None, description="find the least loss in so much GPU memory, such as 24GiB")
-    context: str = Field(default="32K", description="tokens of the cache whose bytes count, window included")
+    context: int = Field(default=32768, ge=1, description="tokens of the cache whose bytes count, window included")
     method: list[str] = Field(
         default=[], description="method to search, without bits; repeatable; default: all with bits of both"
     )
@@ -94,7 +94,7 @@ def run(options: TuneOptions, output: Output) -> None:
     """Find the bits of each layer that lose least for their bytes; writes a recipe, and resumes."""
     if options.max_kld is None and options.max_bits is None and options.memory is None:
         raise UsageError("say what is to be reached: --max-kld, --max-bits or --memory")
-    tokens, bases = parse_size(options.context) or 0, options.bases(output)
+    tokens, bases = options.context, options.bases(output)
     check_model_name(options.model)
     options.check_text()
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}

@@ -44,14 +44,16 @@ class Options(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_texts(cls, value: Any, info: ValidationInfo) -> Any:
-        """`~` is the home folder; an empty text is neither the current folder nor the same as no option."""
+        """`~` is the home folder, 128K is 131072; an empty text is neither the current folder nor no option."""
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
-        if get_origin(annotation) is list and isinstance(value, list) and is_path(annotation):
-            return [cls._read_texts(path, info) for path in value]
+        if get_origin(annotation) is list and isinstance(value, list):
+            return [cls._read_texts(each, info) for each in value]
         if info.field_name != "prompt" and isinstance(value, str) and not value.strip():
             raise ValueError("an empty text")
-        if value is None or not is_path(annotation):
+        if isinstance(value, str) and holds(annotation, int) and value[:-1].isdecimal() and value[-1] in "kKmM":
+            return int(value[:-1]) * (2**10 if value[-1] in "kK" else 2**20)
+        if value is None or not holds(annotation, Path):
             return value
         if not isinstance(value, (str, Path)):
             raise ValueError("not a path")
@@ -211,6 +213,6 @@ def check_storable(model: str, spec: ModelSpec) -> None:
         )
 
 
-def is_path(annotation: Any) -> bool:
-    """Whether an option holds a path, or several."""
-    return annotation is Path or any(is_path(kind) for kind in get_args(annotation))
+def holds(annotation: Any, kind: type) -> bool:
+    """Whether an option holds a value of a kind, or several."""
+    return annotation is kind or any(holds(inner, kind) for inner in get_args(annotation))

@@ -62,11 +62,14 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         files = place.glob("*/kvcli.json")
         if newest := _newest(path for path in files if is_artifact_of(path.parent, name, settings)):
             return newest
-    calibrate = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL)
-    raise ArtifactError(
-        f"no {method} artifact for {model} below {RUNS}/; run '{calibrate}' and 'kvcli fit --method {method}' first, "
-        "or name one with --artifact"
-    )
+    calibrate, fit = "kvcli calibrate" + f" {model}" * (model != DEFAULT_MODEL), f"'kvcli fit --method {method}'"
+    first = f"'{calibrate}' and {fit} first"
+    runs_of = (x.parent for x in runs.glob("training/*/run.json"))
+    if begun := next((x for x in runs_of if is_artifact_of(x, name, settings, "run.json")), None):
+        fitted, spec = len([*begun.glob("layer-[0-9]*.json")]), artifact_record(begun, "run.json").get("spec")
+        layers = spec.get("num_layers") if isinstance(spec, dict) else "?"
+        first = f"{fit} again: {fitted} of {layers} layers are fitted in {begun}"
+    raise ArtifactError(f"no {method} artifact for {model} below {RUNS}/; run {first}, or name one with --artifact")
 
 
 def default_artifact(model: str) -> Path | None:
@@ -82,17 +85,17 @@ def artifact_method(folder: Path) -> str | None:
     return next((name for name in METHODS if is_artifact_of(folder, name, {})), None)
 
 
-def is_artifact_of(folder: Path, method: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a folder holds an artifact of a method with some settings."""
-    metadata = artifact_record(folder)
+def is_artifact_of(folder: Path, method: str, settings: Mapping[str, Any], file: str = "kvcli.json") -> bool:
+    """Whether a folder holds an artifact of a method with some settings, or with its file the run of a fit."""
+    metadata = artifact_record(folder, file)
     config = metadata.get("config")
     return metadata.get("method") == method and isinstance(config, dict) and settings.items() <= config.items()
 
 
-def artifact_record(folder: str | Path) -> dict[str, Any]:
+def artifact_record(folder: str | Path, file: str = "kvcli.json") -> dict[str, Any]:
     """The metadata of an artifact, unchecked; {} where they are damaged, somebody else's, or not there."""
     try:
-        metadata = json.loads(Path(folder, "kvcli.json").read_text())
+        metadata = json.loads(Path(folder, file).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}

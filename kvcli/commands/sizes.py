@@ -24,7 +24,7 @@ def parse_size(text: str | None) -> int | None:
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", text, re.IGNORECASE)
-    if match is None or not float(match[1]) or (match[3] and not match[2]):
-        raise UsageError(f"'{text}' is not a size; write it like 24GiB, 24G or 32K")
+    if match is None or not float(match[1]) or "".join(match.groups()[1:]).lower() in ("", "i", "ib"):
+        raise UsageError(f"'{text}' is not a size; write it like 24GiB or 24G")
     number, prefix, binary, unit = match.groups()
     return int(float(number) * (1000 if unit and not binary else 1024) ** " KMGT".index((prefix or " ").upper()))

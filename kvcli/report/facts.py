@@ -49,7 +49,10 @@ def describe(path: Path) -> dict[str, Any]:
         from kvcli.cache.context import read_header
 
         return {"kind": "context", "path": str(path), **of_context(read_header(path)[1])}
-    return {"kind": "records", "path": str(path), **_records(path)}
+    try:
+        return {"kind": "records", "path": str(path), **_records(path)}
+    except UsageError as error:
+        raise UsageError(f"{error}, and is no artifact, recording, context or recipe (.yaml)") from error
 
 
 def _artifact(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.models.checkpoint import quiet_transformers
 from kvcli.models.load import LoadedModel, layers_watched, not_finite
 from kvcli.progress import Progress, no_progress
+from kvcli.registry import BASELINE
 from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.versions import with_cache
 from kvcli.text.detokenizer import Detokenizer
@@ -50,7 +51,7 @@ def compress(
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
     unread, layers = ids.shape[1] - cache.get_seq_length(), len(decoder_layers(session.model))
-    label = "read and compressed"
+    label = "read" if session.method.name == BASELINE else "read and compressed"
 
     def count(layer_idx: int, output: Tensor) -> None:
         """Each layer counts for its share of the pass's tokens."""

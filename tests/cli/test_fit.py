@@ -55,6 +55,8 @@ def test_bits_in_the_name_are_settings_and_name_the_run(recorded: Any) -> None:
     fitted = result("fit", "recorded", "--method", "commvq-1", "--layers", "1", *small, "--json")
     assert fitted["run"] == "runs/tiny/training/commvq-1bit"
     assert [report["layer"] for report in fitted["layers"]] == [1]
+    said = refused("generate", "tiny", "--method", "commvq-1", code=1)
+    assert "run 'kvcli fit --method commvq-1' again: 1 of 3 layers are fitted in runs/tiny/training/commvq-1bit" in said
     assert json.loads(Path(fitted["run"], "run.json").read_text())["config"]["bits"] == 1
     fitted = result("fit", "recorded", "--method", "oscar-2", "--json")
     assert (fitted["run"], fitted["artifact"]) == ("runs/tiny/training/oscar-2", "runs/tiny/oscar-2")

@@ -38,7 +38,7 @@ def test_every_compared_method_by_default() -> None:
 def test_what_fits_is_the_most_that_fits(device: str) -> None:
     words = ("--method", "kivi-2", "--device", device)
     budget = 2 * plan(*words)["methods"][1]["peak_bytes"]
-    row = plan(*words, "--memory", str(budget))["methods"][1]
+    row = plan(*words, "--memory", f"{budget}B")["methods"][1]
     for option, number in (("--prompt-tokens", row["fits"]["context"]), ("--batch", row["fits"]["batch"])):
         counts = (number, number + number // 50 + 9)
         most, more = (plan(*words, option, str(count))["methods"][1]["peak_bytes"] for count in counts)
