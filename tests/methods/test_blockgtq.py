@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from factories import make_spec
+from factories import fitted_layer, make_spec
 
 from kvcli.errors import ConfigError
 from kvcli.methods.blockgtq import BlockGTQConfig, allot_bits, allot_neighbouring, pair_energy
-from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.packing import unpack_bits
 from kvcli.methods.samples import LayerSamples
 from kvcli.methods.turboquant import TurboQuantConfig, lloyd_max
@@ -36,11 +36,7 @@ def samples(width: int = WIDTH, queries: int = 100, bias: torch.Tensor | None = 
     return LayerSamples(q, k, v, torch.arange(TOKENS), at, key_bias=bias)
 
 
-def fitted(data: LayerSamples, width: int = WIDTH, **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
-    method, config = get_method("blockgtq"), BlockGTQConfig(**settings)
-    codec = method.build(make_spec(width), config, 0)
-    assert method.fit is not None
-    return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
+fitted = partial(fitted_layer, "blockgtq")
 
 
 def cost(scores: list[float], widths: tuple[int, ...] | list[int]) -> float:
@@ -126,7 +122,7 @@ def test_each_group_of_pairs_is_turboquant_in_its_own_dimension() -> None:
 @pytest.mark.parametrize(("width", "bits", "groups"), [(32, 2, 4), (80, 3, 2), (6, 3, 8)])
 def test_bits_are_counted_with_all_norms(width: int, bits: int, groups: int) -> None:
     data = samples(width)
-    codec, _ = fitted(data, width, k_bits=bits, v_bits=bits, rate_groups=groups)
+    codec, _ = fitted(data, k_bits=bits, v_bits=bits, rate_groups=groups)
     for coder, norms, x in ((codec.key, groups, data.k), (codec.value, 1, data.v)):
         assert coder.bits_per_token() == 2 * (8 * -(-width * bits // 8) + 16 * norms)
         assert 8 * coder.encode(x[None]).nbytes == TOKENS * coder.bits_per_token()
@@ -136,7 +132,7 @@ def test_bits_are_counted_with_all_norms(width: int, bits: int, groups: int) -> 
 def test_unequal_energies_are_coded_better_than_by_uniform_bits(bits: int, uniform: int, width: int) -> None:
     """At equal bits of the codes; and with 64 channels at fewer bits than turboquant-3 has, norms counted."""
     data = samples(width)
-    codec, metrics = fitted(data, width, k_bits=bits)
+    codec, metrics = fitted(data, k_bits=bits)
     turboquant = get_method("turboquant").build(make_spec(width), TurboQuantConfig(k_bits=uniform), 0).key
     assert codec.key.bits_per_token() <= turboquant.bits_per_token() + (96 if bits == uniform else 0)
     keys, queries = data.k[None], data.q.unflatten(0, (2, 2)).flatten(1, 2)

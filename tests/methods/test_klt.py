@@ -375,13 +375,6 @@ def test_codes_are_in_the_fields_of_their_bytes() -> None:
     assert codes.packed.shape[-1] == first
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_sums_of_values_are_those_of_decoded_values(rows: int) -> None:
-    codec = fitted(samples())[0].value
-    codes, weights = codec.encode(samples().v[None, :, :40]), torch.rand(1, 2, rows, 40)
-    assert torch.allclose(codec.weighted_sum(weights, codes), weights @ codec.decode(codes), rtol=1e-4, atol=1e-4)
-
-
 def test_random_bases_can_be_inverted() -> None:
     """As `kvcli bench` makes them."""
     codec = get_method("klt").build(make_spec(), KLTConfig(bits=3), 0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from factories import make_spec
+from factories import fitted_layer, make_spec
 
 from kvcli.errors import ConfigError
 from kvcli.methods.kvquant import KVQuantConfig, flat, query_energy, weighted_levels
-from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import get_method
 
@@ -27,11 +27,7 @@ def samples(queries: int = 50) -> LayerSamples:
     return LayerSamples(q, k, v, torch.arange(TOKENS))
 
 
-def fitted(data: LayerSamples, **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
-    method, config = get_method("kvquant"), KVQuantConfig(**settings)
-    codec = method.build(make_spec(WIDTH), config, 0)
-    assert method.fit is not None
-    return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
+fitted = partial(fitted_layer, "kvquant")
 
 
 def round_trip(coder: object, x: torch.Tensor) -> torch.Tensor:

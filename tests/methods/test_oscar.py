@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from factories import make_spec
+from factories import fitted_layer, make_spec
 from parts import DEVICE
 
 from kvcli.errors import ConfigError
@@ -45,11 +46,7 @@ def samples(sequences: int = 6, query_sequences: int = 2) -> LayerSamples:
     return whole.select((whole.positions >= SINKS).nonzero()[:, 0])
 
 
-def fitted(data: LayerSamples, **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
-    method, config = get_method("oscar"), OSCARConfig(**settings)
-    codec = method.build(make_spec(WIDTH), config, 0)
-    assert method.fit is not None
-    return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
+fitted = partial(fitted_layer, "oscar")
 
 
 def test_hadamard_and_bit_reversal() -> None:

@@ -15,9 +15,11 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import coding_error, shares
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerSamples
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import LoadedModel
+from kvcli.registry import get_method
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec, RopeSpec
 
@@ -79,6 +81,15 @@ def fitted_keys(
         set_pair_weight(codec, samples.keys, samples, codec.config.key_weighting)
         fit_keys(codec, samples.keys, codec.config, torch.Generator().manual_seed(seed))
     return codec, keys
+
+
+def fitted_layer(method_name: str, data: LayerSamples, **settings: object) -> tuple[LayerCodec, dict[str, Any]]:
+    """A layer's codec and the figures of its fit, measured on the samples that it was fitted to."""
+    method, spec = get_method(method_name), make_spec(data.q.shape[-1])
+    config = method.config_cls(**settings)
+    codec = method.build(spec, config, 0)
+    assert method.fit is not None
+    return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
 
 
 def load(model: Any) -> LoadedModel:
