@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -74,7 +75,7 @@ class PlannedModel:
 
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                self.config, dtype=self.dtype, attn_implementation=attention_implementation(self.config)
+                deepcopy(self.config), dtype=self.dtype, attn_implementation=attention_implementation(self.config)
             )
         return model.eval()
 

@@ -34,8 +34,10 @@ def planned(config: Any, dtype: torch.dtype = torch.float32, name: str = "kivi")
 
 @pytest.mark.parametrize("family", [*FAMILIES, *STATES])
 def test_every_family_can_be_planned(family: str) -> None:
-    plan = planned(tiny_config(family))
+    config = tiny_config(family)
+    plan, stored = planned(config), config.to_dict()
     assert plan.peak_bytes(300, 8) > plan.planned.weights_bytes
+    assert config.to_dict() == stored
     short, longer = (plan.cache.memory(count).fp16_bytes for count in (300, 600))
     assert longer == 2 * short == 600 * plan.planned.spec.num_layers * plan.planned.spec.num_kv_heads * 16 * 2 * 2
 
