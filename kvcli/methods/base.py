@@ -70,8 +70,11 @@ class Codes(Tensors):
         total = self.num_tokens
         if (start, stop) == (0, total):
             return self
-        entries = [(x, max(1, total // (x.shape[2] or 1))) for x in vars(self).values()]
-        return type(self)(*[x[:, :, start // tokens : stop // tokens] for x, tokens in entries])
+        parts = []
+        for x in vars(self).values():
+            tokens = max(1, total // (x.shape[2] or 1))
+            parts.append(x[:, :, start // tokens : stop // tokens])
+        return type(self)(*parts)
 
 
 CodesT = TypeVar("CodesT", bound=Codes)
@@ -88,7 +91,9 @@ class CachedFromBuffers(Generic[ValueT]):
     def get(self, make: Callable[[], ValueT], *sources: Tensor) -> ValueT:
         """The value of `make()`, a function of `sources`."""
         # a tensor made in inference mode has no version counter
-        versions = tuple([(x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version) for x in sources])
+        versions: tuple[tuple[object, ...], ...] = ()
+        for x in sources:
+            versions += ((x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version),)
         cached = self._cached  # read once: another thread may replace it
         if cached is None or cached[0] != versions:
             cached = self._cached = (versions, make())

@@ -63,19 +63,19 @@ class RotaryCall:
         return rope if same and _is_steady(rope) else None
 
 
-def passes_on(value: Any, output: Any) -> bool:
-    """Whether an argument of an attention module is what a rotary module returned, or a new tuple of its tensors."""
+def passes_on(value: Any, output: Any, elsewhere: bool = False) -> bool:
+    """Whether an argument of an attention module is what a rotary module returned, or a new tuple of its tensors.
+
+    With `elsewhere`, also a copy of these on another device.
+    """
     if value is output:
         return True
-    return isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == 2 and value[0] is output[0]
-
-
-def moved(value: Any, output: Any) -> bool:
-    """Whether an argument is what a rotary module returned, copied to another device."""
     pairs = [(value, output)] if isinstance(value, Tensor) and isinstance(output, Tensor) else []
     if isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == len(output):
+        if value[0] is output[0]:
+            return True
         pairs = list(zip(value, output, strict=True))
-    return bool(pairs) and all(
+    return bool(elsewhere and pairs) and all(
         isinstance(x, Tensor) and x.device != y.device and torch.equal(x.to(y.device), y) for x, y in pairs
     )
 

@@ -23,7 +23,7 @@ from kvcli.seam.recorder import (
     module_name,
     one_line,
 )
-from kvcli.seam.rotary import RotaryCall, identity_like, moved, passes_on
+from kvcli.seam.rotary import RotaryCall, identity_like, passes_on
 from kvcli.seam.sdpa import causal_mask, plain_attention
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -65,8 +65,9 @@ class LayerProbe:
         if stock.module is not module:
             raise NotUnderstood(f"{name} did not attend")
         # of rotary modules in each other, the outermost one ends last
-        rotary_calls = ((x, call) for x in (*args, *kwargs.values()) for call in reversed(self.recorder.rotary_calls))
-        call = next((call for x, call in rotary_calls if passes_on(x, call.output) or moved(x, call.output)), None)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | tuple | list)]
+        rotary_calls = [(x, call) for x in given for call in reversed(self.recorder.rotary_calls)]
+        call = next((call for x, call in rotary_calls if passes_on(x, call.output, elsewhere=True)), None)
         known = self.layers.get(module)
         if known is not None and known.scaling != stock.scaling:
             raise NotUnderstood(f"{name} scales its scores by other factors as a context grows")
@@ -113,7 +114,7 @@ class LayerProbe:
         def swapped(x: Any) -> Any:
             if x is self.own_cache:
                 return self.cache
-            if rotary is not None and (passes_on(x, rotary.output) or moved(x, rotary.output)):
+            if rotary is not None and passes_on(x, rotary.output, elsewhere=True):
                 return identity_like(x)
             return x
 

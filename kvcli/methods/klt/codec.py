@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Self
 
 import torch
@@ -287,6 +288,7 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
         return sums @ self.basis.mT + weights.sum(-1, keepdim=True) * self.mean.unsqueeze(1)
 
 
+@cache
 def _field(byte: int, bit: int, bits: int) -> tuple[int, ...]:
     """Byte, bit and levels of a band, and for kernels that have its byte in one of four registers, 0 to 3: selectors of
     `prmt` for one register of each half, then for bytes 0 and 2 of one of the two; and the mask of two of its codes.
