@@ -71,11 +71,6 @@ def shared_memory_limit(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
-def unsupported_shape(reason: str) -> UsageError:
-    """The error for a shape that a kernel does not support."""
-    return UsageError(f"the fused kernel does not support {reason}; use --impl reference")
-
-
 def cdiv(count: int, size: int) -> int:
     """ceil(count / size); Triton's own `cdiv` and `next_power_of_2` cost microseconds per call."""
     return -(-count // size)

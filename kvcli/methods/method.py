@@ -80,7 +80,8 @@ class Method:
             all heads): a label for model cards and progress lines.
         attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
             attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
-            `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
+            `unsupported(codec) -> str | None`, the reason why the kernels cannot read a layer's shapes, which is asked
+            before `fused_attend` is called.
         example_settings: small settings for a head of 16 channels, for tests and examples.
         bench: names with bits, such as `kivi-2`, that `kvcli bench` measures by default.
     """

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.splits import LOG2E
@@ -214,13 +214,7 @@ def unsupported(codec: LayerCodec[Any, Any]) -> str | None:
 def fused_attend(
     codec: LayerCodec[Any, Any], query: Tensor, encoded: EncodedTokens, scaling: float
 ) -> PartialAttention:
-    """Attention over CommVQ's codes, an `AttendCodes`; float32 queries are multiplied in float32.
-
-    Raises:
-        UsageError: shapes that `unsupported` refuses.
-    """
-    if reason := unsupported(codec):
-        raise unsupported_shape(reason)
+    """Attention over CommVQ's codes, an `AttendCodes`; float32 queries are multiplied in float32."""
     keys, values, offset = codec.key, codec.value, codec.offset
     if not isinstance(keys, KeyGroups):
         return _attend(keys, values, offset, query, encoded, scaling)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
@@ -188,13 +188,7 @@ def unsupported(codec: QJLLayer) -> str | None:
 
 
 def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """softmax(scaling score(q, k)) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32.
-
-    Raises:
-        UsageError: shapes that `unsupported` refuses.
-    """
-    if reason := unsupported(codec):
-        raise unsupported_shape(reason)
+    """softmax(scaling score(q, k)) V over encoded tokens, an `AttendCodes`; float32 queries multiply in float32."""
     key, codes, channels = codec.key, encoded.key_codes, encoded.key_state.channels
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.spec.num_kv_heads

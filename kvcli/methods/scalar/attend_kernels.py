@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.operands import words_as_columns, words_as_rows
 from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
@@ -193,13 +193,7 @@ def unsupported(codec: ScalarLayer) -> str | None:
 
 
 def fused_attend(codec: ScalarLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """softmax(scaling q K^T) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32.
-
-    Raises:
-        UsageError: shapes that `unsupported` refuses.
-    """
-    if reason := unsupported(codec):
-        raise unsupported_shape(reason)
+    """softmax(scaling q K^T) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32."""
     fp32_dot = query.dtype == torch.float32
     scores = key_scores(codec.key, query, encoded, scaling, fp32_dot)
     out, lse = value_sum(codec.value, scores, encoded, fp32_dot)
