@@ -42,22 +42,16 @@ class ShowOptions(ModelOptions):
     impl: Impl = Field("auto", description=IMPL_HELP)
 
 
-class VerifyOptions(StoreOptions):
-    """Options of `kvcli contexts verify`."""
+class NamesOptions(StoreOptions):
+    """Options of `kvcli contexts verify` and `rm`."""
 
-    names: list[str] = Field([], description="contexts to read in full; default: all")
+    names: list[str] = Field([], description="contexts, also damaged ones; verify: default: all")
 
 
 class PruneOptions(StoreOptions):
     """Options of `kvcli contexts prune`."""
 
     max_bytes: str | None = Field(None, description="remove least recently used contexts down to this size, as 20GiB")
-
-
-class RemoveOptions(StoreOptions):
-    """Options of `kvcli contexts rm`."""
-
-    names: list[str] = Field([], description="contexts to remove, also damaged ones")
 
 
 class ExportContextOptions(StoreOptions):
@@ -186,7 +180,7 @@ def _count(contexts: int) -> str:
     return f"{contexts} context{'' if contexts == 1 else 's'}"
 
 
-def verify(options: VerifyOptions, output: Output) -> None:
+def verify(options: NamesOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
     store = open_store(options.store, options.model, *options.names)
     names = options.names or store.names()
@@ -210,7 +204,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(used)}")
 
 
-def remove(options: RemoveOptions, output: Output) -> None:
+def remove(options: NamesOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
@@ -258,9 +252,9 @@ def import_files(options: ImportOptions, output: Output) -> None:
 _COMMANDS: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
     ("list", StoreOptions, list_contexts, "list", ()),
     ("show", ShowOptions, show, "show report --kl", ("name",)),
-    ("verify", VerifyOptions, verify, "verify", ("names",)),
+    ("verify", NamesOptions, verify, "verify", ("names",)),
     ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
-    ("rm", RemoveOptions, remove, "rm report", ("names",)),
+    ("rm", NamesOptions, remove, "rm report", ("names",)),
     ("export", ExportContextOptions, export_context, "export report --out report.safetensors", ("name",)),
     ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
 )

@@ -50,8 +50,8 @@ def test_records_name_the_default_methods() -> None:
     assert names == [name for method in map(get_method, METHODS) for name in method.bench]
     of_papers = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
     assert [name for name in names if name.startswith(("kivi", "squat", "qjl", "commvq"))] == of_papers
-    assert default_methods(few=True) == ["kivi-2", "commvq-1"]
-    assert default_methods(kinds_only=True) == ["kivi-2", "kivi-4", "commvq-1", "commvq-2"]
+    assert default_methods(few=True) == ["kivi-2", "klt-2.25"]
+    assert default_methods(kinds_only=True) == ["kivi-2", "kivi-4", "klt-2.25"]
 
 
 def test_attention_gives_a_table_and_a_record_per_row() -> None:

@@ -108,7 +108,7 @@ def test_names_and_sizes(texts: None) -> None:
     words = ("compress", *METHOD, "--prompt-file")
     assert "a context 'a' of other tokens or another model already" in refused(*words, "a.txt", code=1)
     assert compressed("a", options=("--overwrite",))["contexts"][0]["tokens"] == 400
-    room = str(ContextStore(STORE).sizes()[0] + 1000)
+    room = f"{ContextStore(STORE).sizes()[0] + 1000}B"
     assert compressed("c", options=("--max-bytes", room))["contexts"][0]["evicted"] == ["a"]
     assert "more than the 10000 of the whole store" in refused(*words, "b.txt", "--max-bytes", "10kB", code=1)
     text("My notes, 1st", "y" * 300)

@@ -85,7 +85,7 @@ def test_rm_and_prune(made: Maker) -> None:
     assert "3 B that no context uses" in invoke("contexts", "list").stdout
     assert rows("prune")["freed_bytes"] == 7
     bytes_of_both = rows("list")["bytes"]
-    pruned = rows("prune", "--max-bytes", str(bytes_of_both - 1))
+    pruned = rows("prune", "--max-bytes", f"{bytes_of_both - 1}B")
     assert pruned["evicted"] == ["first"]
     assert pruned["bytes"] + pruned["freed_bytes"] == bytes_of_both
     assert rows("rm", "second")["removed"] == ["second"]

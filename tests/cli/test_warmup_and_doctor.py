@@ -65,7 +65,7 @@ def test_the_doctor_finds_methods_and_packages() -> None:
     code, found = findings("-q")
     assert code == 0
     assert f"torch {torch.__version__}" in found["packages"]["detail"]
-    assert {found[name]["state"] for name in ("fp16", "kivi-2", "commvq-1", "qjl", "klt")} == {"ok"}
+    assert {found[name]["state"] for name in ("fp16", "kivi-2", "commvq-1", "qjl", "klt-2.25")} == {"ok"}
     extras = {extra for extra in metadata("kvcli").get_all("Provides-Extra", []) if extra != "test"}
     missing = {name for name, row in found.items() if name.startswith("kvcli[") and row["state"] == "missing"}
     assert missing <= {f"kvcli[{extra}]" for extra in extras}

@@ -173,4 +173,5 @@ METHOD = Method(
     },
     attend_kernels="kvcli.methods.klt.attend_kernels",
     example_settings={"residual_length": 6, "flush_block": 1},
+    bench=("klt-2.25",),
 )
