@@ -13,10 +13,9 @@ from torch import Tensor
 from kvcli.attention.reference import attend_codes
 from kvcli.kernels import splits
 from kvcli.kernels.words import FIELD_SCALE
-from kvcli.methods.klt.attend_kernels import fused_attend, unsupported
+from kvcli.methods.klt.attend_kernels import fused_attend, tile_queries, unsupported
 from kvcli.methods.klt.codec import KLTCodes, KLTValue
 from kvcli.methods.klt.fields import all_fields
-from kvcli.methods.klt.score_kernels import tile_queries
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 
 
