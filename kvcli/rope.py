@@ -7,6 +7,7 @@ This module does not know where angles come from: `Rope` asks the model's own ro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,16 +127,40 @@ class Rope:
     """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles.
 
     The `module` is called with a tensor that tells the dtype, positions and `arguments`, such as the type of layers.
+
+    Attributes:
+        switch: the longest text that has the angles of short ones, where those of longer ones differ (longrope, arXiv
+            2402.13753; dynamic NTK scaling); None: angles do not depend on the length of a text.
+        length: of the text whose angles these are; None: not known yet, or of no importance.
     """
+
+    switch: int | None = None
+    length: int | None = None
 
     def __init__(self, module: nn.Module, layout: Layout = "halves", arguments: tuple[Any, ...] = ()) -> None:
         self.module, self.layout, self.arguments = module, layout, arguments
+
+    def for_length(self, length: int) -> Rope:
+        """The rotation of all tokens of a text of so many; itself where that is of no importance."""
+        if self.switch is None:
+            return self
+        found = copy.copy(self)
+        found.length = self.switch if length <= self.switch else self._longer(length)
+        return found
+
+    def _longer(self, length: int) -> int:
+        """A length whose angles are those of a text longer than `switch`."""
+        return int(self.switch or 0) + 1
+
+    def changes(self, length: int) -> bool:
+        """Whether a text that has grown to so many tokens has other angles than these."""
+        return self.length is not None and (self.for_length(length).length or 0) > self.length
 
     def frequencies(self) -> dict[str, Any]:
         """Angle per position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
         module: Any = self.module
         scaling = getattr(module, "attention_scaling", None)
-        if scaling is None:
+        if scaling is None or self.switch is not None:
             scaling = self._at(0).cos.flatten()[0]
         return {"inv_freq": self.inv_freq.tolist(), "scaling": float(scaling)}
 
@@ -143,7 +168,7 @@ class Rope:
     def inv_freq(self) -> Tensor:
         """Angle per position of each pair, in radians: float32 [rotary_dim/2]."""
         stored: Tensor | None = getattr(self.module, "inv_freq", None)
-        if stored is not None:
+        if stored is not None and self.switch is None:
             return stored.float()
         at_one = self._at(1)
         return torch.atan2(at_one.sin, at_one.cos).flatten()
@@ -155,9 +180,19 @@ class Rope:
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at integer positions [batch, time], computed in float32 and rounded once to `dtype`."""
         probe = torch.empty(0, dtype=dtype, device=positions.device)
-        rotation = Rotation.from_model(self.module(probe, positions, *self.arguments), self.layout)
+        rotation = Rotation.from_model(self.output(probe, positions), self.layout)
         cos, sin = (x.to(positions.device, dtype).contiguous() for x in (rotation.cos, rotation.sin))
         return Rotation(cos, sin, self, positions)
+
+    def output(self, like: Tensor, positions: Tensor) -> Any:
+        """What the module returns at integer positions [batch, time], with the angles of a text of `length`."""
+        if self.length is None or self.switch is None:
+            return self.module(like, positions, *self.arguments)
+        if self.length <= self.switch:  # tables of kernels end beyond the last token
+            return self.module(like, positions.clamp(max=self.switch - 1), *self.arguments)
+        last = torch.full_like(positions[:, :1], self.switch)
+        x = self.module(like, torch.cat((positions, last), dim=1), *self.arguments)
+        return x[:, :-1] if isinstance(x, Tensor) else tuple(y[:, :-1] for y in x)
 
 
 class NoRope(Rope):
@@ -177,6 +212,9 @@ class NoRope(Rope):
         shape = positions.shape[0], 1, positions.shape[1], len(self.angles)
         sin = torch.zeros(shape, dtype=dtype, device=positions.device)
         return Rotation(torch.ones_like(sin), sin, self, positions)
+
+    def _longer(self, length: int) -> int:
+        return length
 
 
 class TokenRotations:

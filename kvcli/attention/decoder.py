@@ -115,13 +115,21 @@ class Decoder:
         """What the graphs hold."""
         return self._steps.graph_bytes
 
-    def run(self, logits: Tensor, mask: Tensor | None, on_tokens: Callable[[Tensor], None]) -> None:
+    def run(
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        on_tokens: Callable[[Tensor], None],
+        read_again: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    ) -> None:
         """Makes tokens until every row has ended, or as many as were asked for.
 
         Args:
             logits: of the prompt's last token, [batch, vocab_size].
             mask: int64 [batch, slots], if the cache holds padding.
             on_tokens: given new tokens [batch, count] on the host, some steps at a time.
+            read_again: given the tokens made so far, [batch, count], and a mask of all, reads the prompt and these into
+                the emptied cache and returns logits; called where all are rotated differently from then on.
 
         Raises:
             LogitsNotFinite: the next token would be arbitrary.
@@ -137,10 +145,15 @@ class Decoder:
                     break
                 self._show(on_tokens)
                 counts = self.cache.sequences.counts
-                if self._steps.counts is not None or (self.mode != "passes" and can_step(counts, left)):
+                steady = not self.cache.sequences.changes_within(left)
+                if self._steps.counts is not None or (self.mode != "passes" and steady and can_step(counts, left)):
                     self._by_step()
                     continue
                 mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
+                if read_again is not None and self.cache.sequences.changes_within(1):
+                    self._accept(read_again(self.tokens[:, : self.num_tokens], mask))
+                    self.num_tokens += 1
+                    continue
                 positions = None if mask is None else mask.sum(1, keepdim=True) - 1
                 self._accept(self._logits(attention_mask=mask, position_ids=positions))
                 self.num_tokens += 1

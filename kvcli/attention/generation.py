@@ -145,7 +145,8 @@ def prefill(
     """Reads what a cache does not hold yet of prompts, and returns logits of the last token, [batch, vocab_size].
 
     Args:
-        cache: holds the first tokens of the prompts, or none.
+        cache: holds the first tokens of the prompts, or none; emptied, and all is read, where its model rotates the
+            whole of the prompts differently (`Rope.switch`).
         ids: int64 [batch, time].
         mask: int64 [batch, time], 0 at padding; None: no padding.
         chunk: tokens per forward pass; None: all.
@@ -154,6 +155,12 @@ def prefill(
         UsageError: padding that is not on the left, or no token that the cache does not hold.
         CacheError: a pass over the cache broke off.
     """
+    length = ids.shape[1] if mask is None else int(mask.sum(1).max())
+    if cache.sequences.rope.changes(length):
+        cache.reset()
+    cache.sequences.begin(length)
+    if cache.sequences.one_pass(length):
+        chunk = None
     length, first = ids.shape[1], cache.get_seq_length()
     if first:
         cache.passes.check_at_rest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +42,7 @@ from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import not_finite
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
+from kvcli.rope import Rope
 from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
@@ -98,6 +100,11 @@ class Session:
         self._seam.open()
 
     @property
+    def rope(self) -> Rope:
+        """The rotation of the layers' keys."""
+        return self._seam.rope
+
+    @property
     def backend(self) -> AttentionBackend:
         """How the compressed layers attend."""
         return self._backend
@@ -115,11 +122,19 @@ class Session:
         """Stored bits per key or value that is a code, scales and norms included, of all layers of full attention."""
         return fmean(bits for codec in self.codecs for bits in codec.bits)
 
-    def new_cache(self) -> CompressedCache:
-        """An empty cache, for one call of `generate` or the passes over one batch."""
-        return CompressedCache(
+    def new_cache(self, length: int | None = None) -> CompressedCache:
+        """An empty cache, for one call of `generate` or the passes over one batch.
+
+        Args:
+            length: tokens of a row in the end, where the model rotates long texts differently (`Rope.switch`); None:
+                those of the first pass, or of the prompt that `generate` is given.
+        """
+        cache = CompressedCache(
             self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
         )
+        if length is not None:
+            cache.sequences.begin(length)
+        return cache
 
     def load_cache(self, source: str | Path | Context, *, release: bool = False) -> CompressedCache:
         """A cache that goes on, with the very numbers, from what `save` wrote or a context, which `release` empties.
@@ -128,8 +143,11 @@ class Session:
             CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
-        if (reason := self.identity().difference(context.identity)) is not None:
-            raise CacheError(f"{context.name} was made {reason}")
+        lengths = max(context.snapshot.counts.lengths), (self.rope.switch or 0) + 1  # or those of a longer text
+        reasons = {length: self.identity(length).difference(context.identity) for length in lengths}
+        length = next((length for length, reason in reasons.items() if reason is None), None)
+        if length is None:
+            raise CacheError(f"{context.name} was made {next(iter(reasons.values()))}")
         try:
             context.snapshot.check(self.model.dtype)
             ids = context.input_ids
@@ -142,23 +160,25 @@ class Session:
         except CacheError as error:
             raise CacheError(f"{context.name} contradicts itself: {error}") from error
         cache = self.new_cache()
+        cache.sequences.rope = self.rope.for_length(length)
         cache.restore(context.snapshot, release or context is not source)
         return cache
 
-    def identity(self) -> CacheIdentity:
-        """What the content of this session's caches depends on."""
+    def identity(self, length: int = 1) -> CacheIdentity:
+        """What the content of this session's caches of texts of so many tokens depends on; see `Rope.switch`."""
         if self._known is None:
             self._known = CacheIdentity(
                 model=self._model_name,
                 fingerprint=fingerprint(self.model, self.spec),
                 dtype=str(self.model.dtype).removeprefix("torch."),
-                rope=self._seam.rope.frequencies(),
+                rope=self.rope.frequencies(),
                 method=self.method.name,
                 config=self.config.model_dump(mode="json"),
                 layers=sorted(self.layers),
                 codecs=codecs_identity(self.codecs, self._fitted),
             )
-        return self._known
+        known, rope = self._known, self.rope
+        return known if rope.switch is None else replace(known, rope=rope.for_length(length).frequencies())
 
     def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
         """Compiles the Triton kernels that this session launches for batches of so many rows, side by side, at once.
@@ -241,7 +261,8 @@ class Session:
             raise UsageError("layers are compiled for decode steps: choose graphs or steps, not passes")
         if cache is not None and past_key_values is not None:
             raise UsageError("past_key_values is the older name of cache; give one of the two")
-        cache = cache or past_key_values or self.new_cache()  # of as many layers as the model: never false
+        given = cache if cache is not None else past_key_values
+        cache = self.new_cache() if given is None else given
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk, on_prefill)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
@@ -260,8 +281,12 @@ class Session:
             mode=mode,
             compiled=compiled,
         )
+
+        def read_again(made: Tensor, mask: Tensor | None) -> Tensor:
+            return prefill(self.model, cache, torch.cat((input_ids, made), dim=1), mask, prefill_chunk)
+
         try:
-            decoder.run(logits, attention_mask, on_tokens)
+            decoder.run(logits, attention_mask, on_tokens, read_again)
         except LogitsNotFinite:
             again = partial(backbone(self.model), input_ids=input_ids, **with_cache(self.new_cache()))
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
@@ -328,12 +353,19 @@ class Session:
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Raises CacheError where a forward pass would write pre-RoPE keys to a cache that is not this session's."""
         cache = cache_of(call)
+        self._seam.current.rope = None
         if isinstance(cache, CompressedCache):
             cache.check_session(self._seam)
+            rope = cache.sequences.rope
+            self._seam.current.rope = rope if rope.length is not None else None
         elif cache is not None or call["use_cache"]:
+            # Phi-3's own generate drops its cache where a text grows over this length
+            limit, dropped = getattr(self.model.config, "original_max_position_embeddings", None), ""
+            if limit is not None:
+                dropped = f"; it drops the cache where a text grows over {limit} tokens: session.generate reads it anew"
             raise CacheError(
                 f"while a model is attached, pass {CACHE_ARGUMENT}=session.new_cache() to it, a new one to each call "
-                "of generate or of a pipeline, or use_cache=False"
+                f"of generate or of a pipeline, or use_cache=False{dropped}"
             )
 
     def _check_drafts(self, cache: Any) -> None:

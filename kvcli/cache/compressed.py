@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -197,6 +197,10 @@ class CompressedCache(Cache):
             return "layers on several devices cannot take part in steps; choose passes"
         return None
 
+    def __bool__(self) -> bool:
+        """Whether it holds tokens: `generate` of Phi-3 drops one that does where the prompt is longer."""
+        return bool(self.sequences.lengths)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots seen so far, padding included."""
         return self.sequences.slots
@@ -273,6 +277,7 @@ class CompressedCache(Cache):
         if self.sequences.lengths:
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
+        sequences.rope = self.sequences.rope
         (device,) = self._seam.devices
         stores = put(snapshot, sequences, self._codecs, device, release)
         self._hold(sequences)
@@ -293,7 +298,8 @@ class CompressedCache(Cache):
         if self._identity is None:
             raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
         snapshot = self.snapshot("cpu" if copy else None)
-        return Context(snapshot, self._identity(), input_ids, notes or {})
+        identity = replace(self._identity(), rope=self.sequences.rope.frequencies())
+        return Context(snapshot, identity, input_ids, notes or {})
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
         """Writes the cache to one safetensors file, from which `Session.load_cache` goes on; see `Context.save`.

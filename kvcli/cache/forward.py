@@ -175,6 +175,9 @@ class Passes:
         if mask is not None:
             check_mask(mask, valid, query_len)
         padded = sum(new) < batch * query_len
+        if sequences.rope.switch is not None:
+            length = int(rotary.positions.max()) + 1 if rotary.known else int(valid.sum(1).max())
+            sequences.begin(length, query_len)
         counts = sequences.append(new, valid)
         self._layers_left = self.num_layers
         forward = Forward(sequences, rotary.rotation, new, real if padded else None, counts, device, self.new_ranges())

@@ -48,10 +48,36 @@ class Sequences:
         """Bytes of positions and padding marks."""
         return self.valid.nbytes + self.positions.nbytes
 
+    def begin(self, length: int, query_len: int = 0) -> None:
+        """Takes the rotation of a text of so many tokens, which will be read, or now goes on by `query_len` tokens.
+
+        CacheError: the tokens so far were rotated as those of a shorter text. Where each length has a rotation of its
+        own (dynamic NTK scaling), texts are read in one pass, and tokens made with the newest.
+        """
+        if not query_len and isinstance(self.rope, NoRope):
+            return
+        if self.rope.length is None or (self.rope.changes(length) and not any(self.lengths)):
+            self.rope = self.rope.for_length(length)
+        elif self.rope.changes(length) and (query_len > 1 or not isinstance(self.rope, NoRope)):
+            raise CacheError(
+                f"the model rotates texts of more than {self.rope.switch} tokens differently, and the cache holds a "
+                "shorter one: read the whole text into a new cache, as session.generate does"
+            )
+
+    def one_pass(self, length: int) -> bool:
+        """Whether a text of so many tokens is read in one pass: each length has its own rotation."""
+        return isinstance(self.rope, NoRope) and self.rope.switch is not None and length > self.rope.switch
+
+    def changes_within(self, count: int) -> bool:
+        """Whether `count` more tokens make a text that is rotated differently, and so has to be read anew."""
+        return not isinstance(self.rope, NoRope) and self.rope.changes(max(self.lengths) + count)
+
     def rope_of(self, rotated: bool) -> Rope:
         """The rotary embedding of layers that rotate, or of those that do not."""
+        if rotated:
+            return self.rope
         inv_freq = self.rope.inv_freq
-        return self.rope if rotated else NoRope(2 * len(inv_freq), inv_freq.device)
+        return NoRope(2 * len(inv_freq), inv_freq.device)
 
     @ordinary_tensors
     def extend(self, count: int) -> None:

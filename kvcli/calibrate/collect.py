@@ -144,7 +144,7 @@ class _Collection:
         return {
             "format_version": SamplesManifest.VERSION,
             **self.loaded.identity(),
-            "rope": probe(self.loaded.model).rope.frequencies(),
+            "rope": probe(self.loaded.model).rope.for_length(config.seq_len).frequencies(),
             "provenance": dict(self.provenance),
             **asdict(config),
             "num_tokens": config.num_sequences * config.seq_len,

@@ -127,7 +127,7 @@ class Target:
         cache, match = None, None
         if store is not None:
             texts = {key: notes[key] for key in ("tokenizer", "chat_template")}
-            identity = replace(session.identity(), **texts)
+            identity = replace(session.identity(ids.shape[1]), **texts)
             if not options.overwrite:
                 store.check_free(name, ids, identity)
             if options.reuse:

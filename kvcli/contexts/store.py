@@ -203,10 +203,10 @@ class ContextStore(ContextReader):
         return 0
 
 
-def identity_of(session: Session, tokenizer: Any) -> CacheIdentity:
-    """The identity of contexts of a session, with that of a tokenizer of transformers."""
+def identity_of(session: Session, tokenizer: Any, length: int = 1) -> CacheIdentity:
+    """The identity of contexts of a session, of texts of so many tokens, with that of a tokenizer of transformers."""
     text = text_identity(tokenizer)
-    return replace(session.identity(), tokenizer=text["tokenizer"], chat_template=text["chat_template"])
+    return replace(session.identity(length), tokenizer=text["tokenizer"], chat_template=text["chat_template"])
 
 
 def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Tensor) -> None:

@@ -85,7 +85,8 @@ def greedy(
         ModelError: logits that are not finite.
     """
     model: Any = loaded.model
-    cache, stop = new_cache(), set(stop)
+    length = sum(map(len, pieces)) + max_new_tokens
+    cache, stop = new_cache() if session is None else session.new_cache(length), set(stop)
     tokens: list[int] = []
     steps = None if session is None else session.chunks(cache, 1, max_new_tokens)
     with torch.inference_mode(), nullcontext() if steps is None else closing(steps):

@@ -164,7 +164,7 @@ def measure(
     with open_session() as session, torch.inference_mode():
         for batch, reference in zip(sequences.split(batch_size), states, strict=True):
             tokens = batch.to(model.device)
-            cache, parts = session.new_cache(), []
+            cache, parts = session.new_cache(tokens.shape[1]), []
             with closing(session.chunks(cache, chunk, tokens.shape[1])) as read:
                 for start in range(0, tokens.shape[1], chunk):
                     part = tokens[:, start : start + chunk]

@@ -38,5 +38,8 @@ def rope_of(model: nn.Module) -> Rope:
         raise UnsupportedModelError(
             f"keys of model type '{config.model_type}' cannot be rotated back; those of {', '.join(_FAMILIES)} can"
         )
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedModelError(f"RoPE of type '{kind}' depends on the length of a text, which pages do not know")
     rotary: Any = find_decoder(model).rotary_emb
     return Rope(type(rotary)(config))

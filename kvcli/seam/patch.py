@@ -40,6 +40,7 @@ class _CurrentPass(local):
         original: what the rotary module returned.
         replacement: what the model got instead.
         on_failure: called if the pass raises, once it has added tokens to a cache; None before that.
+        rope: the rotation of the text that the pass continues, where its angles depend on that; None: not known.
     """
 
     is_running = False
@@ -47,6 +48,7 @@ class _CurrentPass(local):
     original: Any = None
     replacement: Any = None
     on_failure: Callable[[], None] | None = None
+    rope: Rope | None = None
 
 
 class Seam:
@@ -107,7 +109,7 @@ class Seam:
         if attention.rotating_themselves and len(in_layers) > 1:
             raise ModelError("layers on several devices of which some rotate by themselves are not supported")
         if not isinstance(self.rope, NoRope):
-            self._rotary = PreRopeRotary(self.rope, self._on_rotary)
+            self._rotary = PreRopeRotary(self.rope, self._on_rotary, lambda: self.current.rope)
             replace_module(self.model, self.rope.module, self._rotary)
         for module in attention.modules:
             setattr(module, _ATTRIBUTE, (self, attention.layer_of(module)))

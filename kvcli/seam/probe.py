@@ -213,6 +213,7 @@ class _Probe:
         except (ValueError, AttributeError) as error:
             raise NotUnderstood(one_line(error)) from error
         rope = next(iter(ropes.values()), None) or NoRope(spec.rope.rotary_dim, _device(self.model))
+        rope.switch = min((x.switch for x in layers if x.switch is not None), default=None)
         notes = [note] if (note := newer_than_tried()) else []
         if self.config.model_type not in FULL + HYBRID:
             notes.append(
@@ -223,6 +224,10 @@ class _Probe:
             notes.append(f"{len(layers)} of {total} layers attend to the whole context and are compressed")
         if rotating := sum(x.layer.own_rotation for x in layers):
             notes.append(f"{rotating} layers rotate keys in a way of their own: these are compressed after RoPE")
+        if rope.switch is not None:
+            notes.append(
+                f"texts of more than {rope.switch} tokens are rotated differently: what grows beyond is read anew"
+            )
         return ModelAttention(
             tuple(x.layer for x in layers), tuple(modules), rope, spec, self.implementation, tuple(notes)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from kvcli.seam.layer import RotaryOutput, untraced
 
 _ANGLE_TOLERANCE = 5e-3
 """Of cos and sin: at position 4096 angles have this rounding in float32."""
+
+_FAR = 2**22
+"""A text longer than any."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,44 @@ class RotaryCall:
 
     def rope(self) -> Rope | None:
         """The rotation, if its angles depend on the positions alone and a second call returns the same."""
-        are_indices = self.positions.dim() == 2 and not self.positions.is_floating_point()
-        if not are_indices or not _is_static(self):
+        if not self.has_indices or (self.switch is not None and not self._are_equal(self.switch + 1, _FAR)):
             return None
         layout = _layout(self.output)
         rope = Rope(self.module, layout, self.arguments)
+        rope.switch = self.switch
         dtype = (self.output if layout == "complex" else self.output[0]).real.dtype
-        again = rope.rotation(self.positions, dtype)
+        again = rope.for_length(1).rotation(self.positions, dtype)
         # accelerate moves what a module is given to its device, and leaves what it returns there
         returned = Rotation.from_model(self.output, layout).to(self.positions.device)
         same = torch.equal(again.cos, returned.cos) and torch.equal(again.sin, returned.sin)
-        return rope if same and _is_steady(rope) else None
+        return rope if same and _is_steady(rope.for_length(_FAR)) else None
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether positions are integers [batch or 1, time]."""
+        return self.positions.dim() == 2 and not self.positions.is_floating_point()
+
+    @cached_property
+    def switch(self) -> int | None:
+        """As of `Rope`, found by bisection."""
+        least, most = self.positions.shape[1], _FAR
+        if not self.has_indices or self._are_equal(least, most):
+            return None
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if self._are_equal(self.positions.shape[1], middle) else (least, middle)
+        return least
+
+    def _are_equal(self, length: int, other: int) -> bool:
+        """Whether these positions have the same angles in texts of both lengths."""
+        return all(map(torch.equal, self._at(length), self._at(other)))
+
+    def _at(self, length: int) -> tuple[Tensor, ...]:
+        """The output for these positions in a text of a length; a copy is called, because it may remember that."""
+        module, like = _copied(self.module), torch.empty(0, device=self.positions.device)
+        positions = torch.cat((self.positions, torch.full_like(self.positions[:, :1], length - 1)), dim=1)
+        output = module(like, positions, *self.arguments)
+        return tuple(x[:, :-1] for x in ((output,) if isinstance(output, Tensor) else output))
 
 
 def passes_on(value: Any, output: Any, elsewhere: bool = False) -> bool:
@@ -86,12 +117,18 @@ class PreRopeRotary(nn.Module):
     Args:
         rope: asks the module that is replaced; calls with other arguments pass through.
         on_call: given positions and rotation of a pass, what the module returned and what the model gets instead.
+        rope_of_pass: the rotation of the text that the pass belongs to; None: of a text that ends with it.
     """
 
-    def __init__(self, rope: Rope, on_call: Callable[[RotaryOutput, Any, Any], None]) -> None:
+    def __init__(
+        self,
+        rope: Rope,
+        on_call: Callable[[RotaryOutput, Any, Any], None],
+        rope_of_pass: Callable[[], Rope | None] = lambda: None,
+    ) -> None:
         super().__init__()
         self.inner = rope.module
-        self.rope, self.on_call = rope, on_call
+        self.rope, self.on_call, self.rope_of_pass = rope, on_call, rope_of_pass
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the rotary module that a model reads, such as its config."""
@@ -106,7 +143,12 @@ class PreRopeRotary(nn.Module):
         call = RotaryCall.of(self.inner, args, kwargs, output)
         if call is None or call.arguments != self.rope.arguments:
             return output
-        rotation = Rotation.from_model(output, self.rope.layout)
+        rope = self.rope
+        if rope.switch is not None:
+            known = self.rope_of_pass()
+            rope = known if known is not None else rope.for_length(int(call.positions.max()) + 1)
+            output = rope.output(args[0] if args else next(iter(kwargs.values())), call.positions)
+        rotation = Rotation.from_model(output, rope.layout)
         if isinstance(output, Tensor):
             rotation = Rotation(rotation.cos.to(args[0].dtype), rotation.sin.to(args[0].dtype))
         identity = identity_like(output)
@@ -137,17 +179,6 @@ def _copied(module: nn.Module) -> nn.Module:
     if (placing := getattr(module, "_hf_hook", None)) is not None:  # accelerate's, which may know tied weights
         memo[id(placing)] = placing
     return copy.deepcopy(module, memo)
-
-
-def _is_static(call: RotaryCall) -> bool:
-    """Whether angles stay the same when a context grows; a copy is called, because it may remember the longest one."""
-    module, like = _copied(call.module), torch.empty(0, device=call.positions.device)
-    before = module(like, call.positions, *call.arguments)
-    far = torch.full_like(call.positions[:, :1], 2**22)
-    after = module(like, torch.cat((call.positions, far), dim=1), *call.arguments)
-    count = call.positions.shape[1]
-    pairs = [(before, after)] if isinstance(before, Tensor) else zip(before, after, strict=True)
-    return all(torch.equal(x, y[:, :count]) for x, y in pairs)
 
 
 def _is_steady(rope: Rope) -> bool:

@@ -32,10 +32,11 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class LayerResult:
-    """A layer that is understood; `shape` is (num_heads, num_kv_heads, head_dim, value_dim)."""
+    """A layer that is understood; `shape` is (num_heads, num_kv_heads, head_dim, value_dim), `switch` as of `Rope`."""
 
     layer: LayerAttention
     rope: Rope | None
+    switch: int | None
     shape: tuple[int, int, int, int]
     scaling: float
 
@@ -80,7 +81,8 @@ class LayerProbe:
             else:
                 rope = self._rope(call) if layer.rotated else None
                 shape = (stock.query.shape[1], stock.key.shape[1], stock.query.shape[3], stock.value.shape[3])
-                self.layers[module] = LayerResult(layer, rope, shape, stock.scaling)
+                switch = None if call is None else call.switch
+                self.layers[module] = LayerResult(layer, rope, switch, shape, stock.scaling)
                 return
         raise NotUnderstood(f"{name}: {reasons[-1]}")
 

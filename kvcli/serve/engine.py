@@ -168,7 +168,7 @@ class Engine:
         """Whether requests can be one batch, in which the longest prompt goes on as long as the longest answer."""
         length = max(job.ids.shape[1] for job in jobs) + max(job.sampling.max_new_tokens for job in jobs)
         (one, *others) = {replace(job.sampling, max_new_tokens=1) for job in jobs}
-        alike = one.temperature == 0 and not others
+        alike = one.temperature == 0 and not others and self._session.rope.switch is None
         return alike and length <= self.max_length and self.prefixes.reusable
 
     @contextmanager

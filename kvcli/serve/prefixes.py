@@ -27,6 +27,7 @@ from kvcli.contexts import ContextStore, Match, identity_of
 from kvcli.errors import CacheError, ContextError
 from kvcli.models.fingerprint import text_identity
 from kvcli.progress import Advance, Say
+from kvcli.rope import NoRope, Rope
 from kvcli.text.prompts import common_length
 
 UNIT = 128
@@ -59,6 +60,7 @@ class Prefix:
 
     Attributes:
         ids: of the prompt, int64 [1, time] on the CPU.
+        rope_length: as of `Rope`, of what the cache holds.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
         stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
         owner: whose it is; empty: anybody's.
@@ -69,6 +71,7 @@ class Prefix:
     cache: CompressedCache
     ids: Tensor
     owner: str
+    rope_length: int | None = None
     flushed: int = 0
     stored: int = 0
     name: str = ""
@@ -108,7 +111,8 @@ class Prefixes:
         # the tokens say all that a chat template does
         self._identity = replace(identity_of(session, tokenizer), chat_template=None)
         self._notes = text_identity(tokenizer)
-        self.reusable = not session.spec.other_layers
+        each_length_rotates = session.rope.switch is not None and isinstance(session.rope, NoRope)
+        self.reusable = not session.spec.other_layers and not each_length_rotates
         self.hot: list[Prefix] = []
         self._writer, self._writes = ThreadPoolExecutor(1, "kvcli-store"), list[Future[None]]()
 
@@ -145,7 +149,8 @@ class Prefixes:
 
     def keep(self, prefix: Prefix) -> None:
         """Keeps a cache in memory, in place of the least recently used ones if they need too much together."""
-        if not self.reusable or not prefix.flushed:
+        changed = prefix.cache.sequences.rope.length != prefix.rope_length  # and all was read anew in other passes
+        if not self.reusable or not prefix.flushed or changed:
             return
         prefix.used, prefix.nbytes = time.monotonic(), prefix.cache.memory().allocated_bytes
         self.hot.append(prefix)
@@ -182,15 +187,16 @@ class Prefixes:
     def _longest(self, ids: Tensor, ends: list[int], owner: str, keep: bool) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
         started = time.monotonic()
-        new = Prefix(self.session.new_cache(), ids, owner)
-        best, length = None, 0
+        cache = self.session.new_cache(ids.shape[1])
+        rope, best, length = cache.sequences.rope, None, 0
+        new = Prefix(cache, ids, owner, rope.length)
         for prefix in self.hot:
             end = 0
-            if prefix.owner == owner:
+            if prefix.owner == owner and prefix.cache.sequences.rope.length == rope.length:
                 end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
             if end > length:
                 best, length = prefix, end
-        on_disk = self._load(ids, ends, owner, length)
+        on_disk = self._load(ids, ends, self._identity_for(owner, rope), length)
         if on_disk is not None:
             context, match = on_disk
             new.flushed = new.stored = match.num_tokens
@@ -208,12 +214,12 @@ class Prefixes:
         new.load_s = time.monotonic() - started
         return new
 
-    def _load(self, ids: Tensor, ends: list[int], owner: str, more_than: int) -> tuple[Context, Match] | None:
+    def _load(self, ids: Tensor, ends: list[int], of: CacheIdentity, more_than: int) -> tuple[Context, Match] | None:
         """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
         if self.store is None or not ends or ends[-1] <= more_than:
             return None
         try:
-            wanted, fit = (ids[:, : ends[-1]], self._identity_for(owner)), partial(self._common, ends)
+            wanted, fit = (ids[:, : ends[-1]], of), partial(self._common, ends)
             while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
                 try:
                     return self.store.load(match, self.session.model.device), match
@@ -232,7 +238,7 @@ class Prefixes:
         if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
             return
         snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
-        identity = self._identity_for(prefix.owner)
+        identity = self._identity_for(prefix.owner, prefix.cache.sequences.rope)
         context = Context(snapshot, identity, ids, {**self._notes, "source": "kvcli serve"})
         name = hashlib.sha256(repr(identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
         prefix.stored, prefix.name = length, name
@@ -255,6 +261,7 @@ class Prefixes:
         if not store.touch(prefix.name):
             prefix.stored = 0
 
-    def _identity_for(self, owner: str) -> CacheIdentity:
+    def _identity_for(self, owner: str, rope: Rope) -> CacheIdentity:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
-        return replace(self._identity, reading=f"flushed every {self.unit}{digest and ' for '}{digest}")
+        reading = f"flushed every {self.unit}{digest and ' for '}{digest}"
+        return replace(self._identity, rope=rope.frequencies(), reading=reading)

@@ -73,7 +73,7 @@ class Document:
         self.prefill_chunk = prefill_chunk or (512 if session.model.device.type == "cpu" else 4096)
         self.notes = {**text_identity(loaded.tokenizer), "source": source, **(notes or {})}
         self.ids = ids_of_text(loaded, self._around("?")[0] + self.text)
-        self._identity = identity_of(session, loaded.tokenizer)
+        self._identity = identity_of(session, loaded.tokenizer, self.ids.shape[1])
         seed = json.dumps([self._identity.to_dict(), self.ids.tolist()], sort_keys=True)
         self.name = f"{name_from(source)[:80]}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
         self.kept_tokens = self.reused_tokens = 0
