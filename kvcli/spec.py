@@ -14,8 +14,8 @@ from pydantic import ConfigDict
 
 from kvcli.errors import UnsupportedModelError
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-"""RoPE types whose angles depend on the position alone, so that a key's rotation can be recomputed."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
+"""RoPE types whose angles can be computed again from the position, longrope's also from the length of the text."""
 
 NO_ROPE = "none"
 """The RoPE type of a model whose keys are stored as they reach attention: it rotates none, or in a way of its own."""
@@ -38,7 +38,7 @@ _EXACT_FIELDS = ConfigDict(extra="forbid", strict=True)
 class RopeSpec:
     """Rotary position embedding of a model: type, base and the number of rotated channels.
 
-    Of the type `none` they are the channels that methods pair all the same. Other types than `STATIC_ROPE_TYPES` are a
+    Of the type `none` they are the channels that methods pair all the same. Other types than `ROPE_TYPES` are a
     ValueError.
     """
 
@@ -49,7 +49,7 @@ class RopeSpec:
     __pydantic_config__ = _EXACT_FIELDS
 
     def __post_init__(self) -> None:
-        if self.rope_type not in (*STATIC_ROPE_TYPES, NO_ROPE) or not 0 < self.theta < math.inf:
+        if self.rope_type not in (*ROPE_TYPES, NO_ROPE) or not 0 < self.theta < math.inf:
             raise ValueError(f"RoPE of type {self.rope_type!r} with base {self.theta!r} is not supported")
 
 
@@ -162,9 +162,15 @@ class ModelSpec:
                     places.setdefault(kind, []).append(str(layer_idx))
                 have = "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in places.items())
                 raise UnsupportedModelError(f"no layer attends to the whole context: this model has {have}")
-            num_heads = config.num_attention_heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-            value_head_dim = getattr(config, "v_head_dim", None) or head_dim
+            if getattr(config, "kv_lora_rank", None):
+                raise UnsupportedModelError("it caches latents of keys and values (MLA), which are not compressed")
+            if getattr(config, "num_kv_shared_layers", None):
+                raise UnsupportedModelError("layers that attend to what another one caches are not compressed")
+            by_layer = getattr(config, "per_layer_config", None)
+            sizes = by_layer[full[0]] if by_layer else config
+            num_heads = sizes.num_attention_heads
+            head_dim = getattr(sizes, "head_dim", None) or config.hidden_size // num_heads
+            value_head_dim = getattr(sizes, "v_head_dim", None) or head_dim
             unrotated: tuple[int, ...] = ()  # indices among the layers of full attention
             declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it in vain
             if declared and config.position_embedding_type != "rope":
@@ -176,7 +182,7 @@ class ModelSpec:
                 **general_fields(config),
                 num_layers=len(full),
                 num_heads=num_heads,
-                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                num_kv_heads=getattr(sizes, "num_key_value_heads", None) or num_heads,
                 head_dim=head_dim,
                 rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim),
                 value_head_dim=None if value_head_dim == head_dim else value_head_dim,
@@ -228,7 +234,7 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     for name in ("short_factor", "long_factor"):
         if len(parameters.get(name) or ()) not in (0, int(head_dim * fraction) // 2):
             raise ValueError(f"{name} of RoPE has not a number for each pair of {head_dim * fraction:g} channels")
-    if not parameters or rope_type not in STATIC_ROPE_TYPES or "mrope_section" in parameters:
+    if not parameters or rope_type not in ROPE_TYPES:
         return no_rope(head_dim)
     if config.model_type in _WHOLE_HEAD or rope_type == "proportional":
         if fraction != 1.0 and rope_type not in ("default", "proportional"):

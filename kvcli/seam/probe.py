@@ -41,7 +41,8 @@ FULL = (
 """`model_type` of families that the tests run with every method, in which every layer attends to the whole context."""
 
 HYBRID = (
-    "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "olmo3", "olmo_hybrid", "cohere2", "exaone4", "lfm2", "jamba",
+    "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_next",
+    "olmo3", "olmo_hybrid", "cohere2", "exaone4", "lfm2", "jamba",
     "bamba", "granitemoehybrid", "nemotron_h", "ministral", "llama4_text", "qwen3_5_text",
 )  # fmt: skip
 """Of families in which other layers do not."""

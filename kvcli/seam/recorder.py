@@ -90,6 +90,8 @@ class Recorder:
         self.calls: list[RecordedCall] = []
         self.rotary_calls: list[RotaryCall] = []
         self.again: Callable[[RecordedCall], Tensor] | None = None
+        config: Any = model.config
+        self.is_of_text = config.get_text_config(decoder=True) is config  # else, images come with other positions
 
     def attention(
         self,
@@ -129,7 +131,7 @@ class Recorder:
     def note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward hook; modules that are not rotary ones are passed over."""
         if (call := RotaryCall.of(module, args, kwargs, output)) is not None:
-            self.rotary_calls.append(call)
+            self.rotary_calls.append(call.of_text() if self.is_of_text else call)
 
 
 def record(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:

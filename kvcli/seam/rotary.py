@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvcli.errors import ModelError
 from kvcli.rope import Layout, Rope, Rotation
 from kvcli.seam.identity import identity_factors
 from kvcli.seam.layer import RotaryOutput, untraced
@@ -51,6 +52,11 @@ class RotaryCall:
         if not rotation or not rest or not isinstance(rest[0], Tensor):
             return None
         return cls(module, rest[0], tuple(rest[1:]), output)
+
+    def of_text(self) -> RotaryCall:
+        """The same with positions [batch or 1, time], if those of time, height and width (M-RoPE) are equal."""
+        x = self.positions
+        return replace(self, positions=x[0]) if x.dim() == 3 and bool((x == x[:1]).all()) else self
 
     def rope(self) -> Rope | None:
         """The rotation, if its angles depend on the positions alone and a second call returns the same."""
@@ -143,6 +149,9 @@ class PreRopeRotary(nn.Module):
         call = RotaryCall.of(self.inner, args, kwargs, output)
         if call is None or call.arguments != self.rope.arguments:
             return output
+        call = call.of_text()
+        if not call.has_indices:
+            raise ModelError("positions of images, which differ in time, height and width, are not those of a text")
         rope = self.rope
         if rope.switch is not None:
             known = self.rope_of_pass()

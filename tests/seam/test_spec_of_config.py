@@ -8,13 +8,13 @@ import pytest
 from families import make, tiny_config
 from test_families import ALL
 
+from kvcli.errors import UnsupportedModelError
 from kvcli.seam.probe import probe
 from kvcli.spec import NO_ROPE, ModelSpec
 
 UNTOLD = (
     *("cohere2", "exaone4"),  # only layers of a sliding window are rotated, which the code says and the config does not
     *("hunyuan_v1_dense", "nanochat"),  # normalize keys after rotating them, so they are compressed after RoPE
-    "qwen3_5_text",  # positions have three parts, so its keys are compressed after RoPE
 )
 """Families whose config does not tell how keys of full attention are rotated."""
 
@@ -45,7 +45,7 @@ def test_a_config_tells_the_width_of_values() -> None:
         ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, True, (0, 3)),  # counted among those of full attention
         ("smollm3", {"no_rope_layers": [0, 0, 0, 0]}, False, ()),
         ("llama", {"position_embedding_type": "absolute"}, True, ()),  # a field that this type does not have
-        ("qwen3_5_text", {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}, False, ()),  # parts of positions
+        ("qwen3_5_text", {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}, True, ()),  # three equal positions
     ],
 )
 def test_a_config_says_what_we_rotate(
@@ -53,3 +53,14 @@ def test_a_config_says_what_we_rotate(
 ) -> None:
     spec = ModelSpec.from_config(tiny_config(family, **changes))
     assert (spec.rope.rope_type != NO_ROPE, spec.unrotated) == (rotates, unrotated)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [("deepseek_v3", {}, "latents"), ("gemma3n_text", {"num_kv_shared_layers": 2}, "what another one caches")],
+)
+def test_sizes_are_not_told_of_caches_that_are_not_keys_and_values(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ModelSpec.from_config(tiny_config(family, **changes))

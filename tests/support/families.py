@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": _HYBRID},
+    "gemma4_text": {"global_head_dim": 16, **_ALTERNATE},
     "gemma3n_text": {"num_kv_shared_layers": 0, **_ALTERNATE},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hrm_text": {"num_layers_per_stack": 2, "L_cycles": 1, "H_cycles": 1, "num_hidden_layers": 4},
