@@ -27,7 +27,6 @@ from kvcli.bench.suite import (
     bench_table,
     run_row,
 )
-from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import size
 from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
@@ -74,7 +73,6 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     if options.context_folder is not None:
         options.context_folder.mkdir(parents=True, exist_ok=True)
     loaded, shared = options.load_model(options.random_weights, reporter)
-    check_storable(shared["model"], loaded.spec)
     model = loaded.model
     check = KernelCheck(model, cases, options.impl, options.seed)
 

@@ -37,7 +37,9 @@ Tensors = dict[str, Tensor]
 BLOCK_TOKENS = 256
 """Tokens of a part of codes, by default."""
 
-_LAYERS = re.compile(r"layers\.(?P<layers>\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)\.(?P<rest>.+)", re.ASCII)
+_LAYERS = re.compile(
+    r"(?P<kind>layers|others)\.(?P<layers>\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)\.(?P<rest>.+)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -106,21 +108,21 @@ def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -
 
 def stack_layers(tensors: Mapping[str, Tensor]) -> Tensors:
     """Stacks tensors `layers.L.*` [...] of equal shape and dtype to [layers, ...]; others keep their names."""
-    groups: dict[tuple[str, torch.Size, torch.dtype], dict[int, Tensor]] = {}
+    groups: dict[tuple[str, str, torch.Size, torch.dtype], dict[int, Tensor]] = {}
     stacked = {}
     for name, x in tensors.items():
         match = _LAYERS.fullmatch(name)
         if match is None:
             stacked[name] = x
         else:
-            groups.setdefault((match["rest"], x.shape, x.dtype), {})[int(match["layers"])] = x
-    for (rest, _, dtype), group in groups.items():
+            groups.setdefault((match["kind"], match["rest"], x.shape, x.dtype), {})[int(match["layers"])] = x
+    for (kind, rest, _, dtype), group in groups.items():
         layers = sorted(group)
         runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
         shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         # by bytes, which also takes 8-bit floats of every kind
         by_bytes = torch.uint8 if dtype.itemsize == 1 else dtype
-        stacked[f"layers.{shown}.{rest}"] = torch.stack([group[i].view(by_bytes) for i in layers]).view(dtype)
+        stacked[f"{kind}.{shown}.{rest}"] = torch.stack([group[i].view(by_bytes) for i in layers]).view(dtype)
     return stacked
 
 
@@ -133,7 +135,7 @@ def unstack_layers(tensors: Mapping[str, Tensor]) -> Tensors:
         else:
             borders = [part.partition("-") for part in match["layers"].split(",")]
             layers = [i for first, _, last in borders for i in range(int(first), int(last or first) + 1)]
-            unstacked |= {f"layers.{i}.{match['rest']}": y for i, y in zip(layers, x.unbind(0), strict=True)}
+            unstacked |= {f"{match['kind']}.{i}.{match['rest']}": y for i, y in zip(layers, x.unbind(0), strict=True)}
     return unstacked
 
 

@@ -20,6 +20,7 @@ from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
+from kvcli.cache.others import EndOfPass, fill, states_of, take_states
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
@@ -181,7 +182,7 @@ class CompressedCache(Cache):
     @property
     def other_layers(self) -> list[Any]:
         """The layers of transformers' own, of sliding windows, linear attention and the like."""
-        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+        return [*self._others.values()]
 
     @property
     def _stores(self) -> list[LayerStore]:
@@ -243,8 +244,11 @@ class CompressedCache(Cache):
         """Whether tokens are drafted: else, no rollback, which cannot bring back the precision of what was encoded."""
         return self._drafts
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int, end: EndOfPass | None = None) -> None:
         """Removes the last tokens: a negative count of slots; a positive one is the length to keep, as before 5.18.
+
+        Args:
+            end: that of the pass which made the last token that stays, where layers keep states of the whole text.
 
         Raises:
             CacheError: more than the cache holds, part of a group that was encoded together, or some but not all of
@@ -255,17 +259,46 @@ class CompressedCache(Cache):
             return
         if slots > self.sequences.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.sequences.slots}")
-        self._check_only_full_attention("tokens cannot be removed")
+        if end is None or end.slots != self.sequences.slots - slots:
+            self._check_only_full_attention("tokens cannot be removed")
         self.passes.check_complete()
         emptied = self.sequences.crop(slots)
+        if end is not None and self.spec.other_layers:
+            for layer_idx, layer in enumerate(DynamicCache(config=self._seam.model.config).layers):
+                if layer_idx in self._others:
+                    self.layers[layer_idx] = layer
+            self._restore_others(take_states(dict(end.tensors)))
         for store in self._stores:
             store.codec.key.reset_state(store.state, emptied)
 
-    def snapshot(self, device: torch.device | str | None = "cpu") -> Snapshot:
-        """A copy of the content on a device, or of one row a view; CacheError: it is empty, or a pass broke off."""
-        self._check_only_full_attention("the cache cannot be saved", on_one_device="saved")
+    def snapshot(self, device: torch.device | str | None = "cpu", end: EndOfPass | None = None) -> Snapshot:
+        """A copy of the content on a device, or of one row a view; up to the end of an earlier pass, if one is given.
+
+        CacheError: it is empty, a pass broke off, or it cannot be cut there.
+        """
+        self._check_on_one_device("saved")
         self.passes.check_at_rest()
-        return take(self.sequences, self._stores, device)
+        taken = take(self.sequences, self._stores, device)
+        return (self.end_of_pass(device) if end is None else end).added_to(
+            taken if end is None else taken.prefix(end.slots)
+        )
+
+    def end_of_pass(self, device: torch.device | str | None = None) -> EndOfPass:
+        """Copies of what the layers of transformers' own hold now."""
+        new = DynamicCache(config=self._seam.model.config).layers if self.spec.other_layers else []
+        return EndOfPass(self.sequences.slots, states_of(self._others, new, device))
+
+    @property
+    def _others(self) -> dict[int, Any]:
+        """The layers of transformers' own by their index in the model."""
+        return {i: layer for i, layer in enumerate(self.layers) if not isinstance(layer, CompressedLayer)}
+
+    def _restore_others(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        (device,), others = self._seam.devices, self._others
+        if not states.keys() <= others.keys():
+            raise CacheError(f"there are states of layers {[*states]}, but the model has such layers {[*others]}")
+        for layer_idx, values in states.items():
+            fill(others[layer_idx], values, len(self.sequences.lengths), device)
 
     def restore(self, snapshot: Snapshot, release: bool = False) -> None:
         """Fills an empty cache with what one of this model, method, settings and codecs held; `release` empties that.
@@ -273,14 +306,17 @@ class CompressedCache(Cache):
         Raises:
             CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.
         """
-        self._check_only_full_attention("nothing can be restored into the cache", on_one_device="restored")
+        self._check_on_one_device("restored")
         if self.sequences.lengths:
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
         sequences.rope = self.sequences.rope
         (device,) = self._seam.devices
-        stores = put(snapshot, sequences, self._codecs, device, release)
+        snapshot = snapshot if release else Snapshot(snapshot.counts, dict(snapshot.tensors))
+        states = take_states(snapshot.tensors)
+        stores = put(snapshot, sequences, self._codecs, device, release=True)
         self._hold(sequences)
+        self._restore_others(states)
         for layer, store in zip(self.compressed, stores, strict=True):
             layer.store, layer.is_initialized = store, True
 
@@ -308,15 +344,16 @@ class CompressedCache(Cache):
         """
         self.context(input_ids).save(path)
 
-    def _check_only_full_attention(self, refused: str, on_one_device: str | None = None) -> None:
-        """Raises CacheError for layers whose state cannot be cut or copied, and for layers on several devices."""
+    def _check_only_full_attention(self, refused: str) -> None:
+        """Raises CacheError for layers whose state cannot be cut."""
         if count := self.spec.other_layers:
-            raise CacheError(
-                f"{refused}: {count} layers of the model keep transformers' own cache, which has no such form"
-            )
-        if on_one_device and len(self._seam.devices) > 1:
+            raise CacheError(f"{refused}: {count} layers of the model keep a state of the whole text")
+
+    def _check_on_one_device(self, done: str) -> None:
+        """Raises CacheError for layers on several devices."""
+        if len(self._seam.devices) > 1:
             names = ", ".join(sorted(map(str, self._seam.devices)))
-            raise CacheError(f"a cache of layers on several devices ({names}) cannot be {on_one_device}")
+            raise CacheError(f"a cache of layers on several devices ({names}) cannot be {done}")
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

@@ -164,7 +164,7 @@ class Context:
             blocks, start = [*threads.map(lambda part: encode(part)[0], parts)], len(tokens)
         bytes_of, values_per_token = Counter[str](), 0
         for name, x in snapshot.tensors.items():
-            kind = name.split(".")[2] if name.startswith("layers.") else name
+            kind = name.split(".")[2] if name.startswith("layers.") else name.partition(".")[0]
             bytes_of[kind] += x.nbytes
             values_per_token += x.shape[1] * x.shape[3] if kind in WINDOWS else 0
         text = {kind: self.notes.get(kind, getattr(self.identity, kind)) for kind in ("tokenizer", "chat_template")}

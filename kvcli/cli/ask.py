@@ -14,7 +14,6 @@ from kvcli.cli.generate import describe_generation
 from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
-from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
 from kvcli.models.hub import is_file
@@ -52,7 +51,6 @@ def run(options: AskOptions, output: Output) -> None:
 
     chosen = choose_method(options, output)
     loaded = options.load(output)
-    check_storable(options.model, loaded.spec)
     names = ", ".join(source.name for source in sources)
     with chosen.attach(loaded, options.impl, output) as session:
         text, chunk = "\n\n".join(source.text.strip() for source in sources), options.prefill_chunk

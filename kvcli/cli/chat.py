@@ -59,8 +59,6 @@ def run(options: ChatOptions, output: Output) -> None:
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     options.check(options.resume, options.store, chat=True)
-
-    from kvcli.commands.options import check_storable
     from kvcli.text.chat import Conversation
 
     where = options.model, options.store
@@ -72,8 +70,6 @@ def run(options: ChatOptions, output: Output) -> None:
     loaded = options.load(output)
     if not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template")
-    if options.save is not None:
-        check_storable(options.model, loaded.spec)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     with chosen.attach(loaded, options.impl, output) as session:
         shared: dict[str, Any] = {"seed": options.seed, "prefill_chunk": options.prefill_chunk, "say": output.say}

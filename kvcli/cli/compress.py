@@ -14,7 +14,6 @@ from kvcli.cli.generate import smaller_from
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, Source, open_store, read_sources
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
-from kvcli.commands.options import check_storable
 from kvcli.commands.sizes import parse_size, size
 from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
@@ -52,7 +51,6 @@ def run(options: CompressOptions, output: Output) -> None:
     target = Target(options, sources)
     chosen = choose_method(options, output)
     loaded = options.load(output)
-    check_storable(options.model, loaded.spec)
     records = []
     with chosen.attach(loaded, options.impl, output) as session:
         method = method_name(session.method.name, dict(session.config))

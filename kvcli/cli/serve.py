@@ -124,10 +124,11 @@ def _engine(
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)
         engine = Engine(loaded, session, **kept, **sizes, say=say)
-        if loaded.spec.other_layers:
+        if not engine.prefixes.reusable:
+            output.warn("every prompt is read from its beginning: the model rotates a text of each length differently")
+        elif loaded.spec.other_layers:
             output.warn(
-                f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
-                "transformers' own cache, which cannot be cut or stored"
+                "one request is answered at a time, and what is kept of a prompt is used whole: layers keep states"
             )
         store = kept["store"]
         where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"

@@ -18,7 +18,6 @@ from kvcli.storage.ranks import local_device
 
 if TYPE_CHECKING:
     from kvcli.models.load import LoadedModel
-    from kvcli.spec import ModelSpec
 
 Impl = Literal["auto", "fused", "reference"]
 IMPL_HELP = "attention and encoding; auto: Triton kernels on a GPU, PyTorch elsewhere"
@@ -202,15 +201,6 @@ def parse_layers(text: str | None, layers: Sequence[int], what: str) -> list[int
     if not {low, high} <= set(layers):
         raise UsageError(f"--layers {text}: only layers {layers[0]}-{layers[-1]} {what}")
     return list(range(low, high + 1))
-
-
-def check_storable(model: str, spec: ModelSpec) -> None:
-    """Checks that a context can be written; UsageError: layers of other kinds keep a cache without a form in a file."""
-    if spec.other_layers:
-        raise UsageError(
-            f"contexts of {model} cannot be stored: {spec.other_layers} of its {spec.model_layers} layers keep "
-            "transformers' own cache, which has no form in a file"
-        )
 
 
 def holds(annotation: Any, kind: type) -> bool:

@@ -30,6 +30,7 @@ from kvcli.seam.sdpa import own_attention
 from kvcli.seam.versions import cache_of
 
 _ATTRIBUTE = "kvcli_seam"
+_INPUTS = ("input_ids", "inputs_embeds")
 
 
 class _CurrentPass(local):
@@ -200,8 +201,11 @@ class Seam:
         return args, {name: original if passes_on(x, replacement) else x for name, x in kwargs.items()}
 
     @untraced
-    def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses arguments and settings that this attention would ignore."""
+    def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuses arguments and settings that this attention would ignore, and gives positions where there are none.
+
+        Some models count from 0 then, whatever the cache holds.
+        """
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._text.config
         if config._attn_implementation != ATTENTION_NAME:
             other = config._attn_implementation
@@ -219,6 +223,14 @@ class Seam:
             self._after_pass(decoder, args, None)
         self.check_call(call)
         self.current.is_running = True
+        cache, tokens = cache_of(call), next((call[x] for x in _INPUTS if call.get(x) is not None), None)
+        positional = self._parameters[: len(args)]
+        if cache is None or tokens is None or "position_ids" not in self._parameters or "position_ids" in positional:
+            return None
+        if call.get("position_ids") is None and call.get("attention_mask") is None:
+            start = cache.get_seq_length()
+            kwargs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return args, kwargs
 
     @untraced
     def _after_pass(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:

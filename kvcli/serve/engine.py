@@ -169,7 +169,7 @@ class Engine:
         length = max(job.ids.shape[1] for job in jobs) + max(job.sampling.max_new_tokens for job in jobs)
         (one, *others) = {replace(job.sampling, max_new_tokens=1) for job in jobs}
         alike = one.temperature == 0 and not others and self._session.rope.switch is None
-        return alike and length <= self.max_length and self.prefixes.reusable
+        return alike and length <= self.max_length and self.prefixes.joinable
 
     @contextmanager
     def _reporting_failures(self, jobs: list[Job]) -> Iterator[None]:

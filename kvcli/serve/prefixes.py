@@ -23,6 +23,7 @@ from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.others import EndOfPass
 from kvcli.contexts import ContextStore, Match, identity_of
 from kvcli.errors import CacheError, ContextError
 from kvcli.models.fingerprint import text_identity
@@ -61,6 +62,7 @@ class Prefix:
     Attributes:
         ids: of the prompt, int64 [1, time] on the CPU.
         rope_length: as of `Rope`, of what the cache holds.
+        end: of the pass that read them, where layers keep states of the whole text, which is used whole then.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
         stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
         owner: whose it is; empty: anybody's.
@@ -72,6 +74,7 @@ class Prefix:
     ids: Tensor
     owner: str
     rope_length: int | None = None
+    end: EndOfPass | None = None
     flushed: int = 0
     stored: int = 0
     name: str = ""
@@ -112,7 +115,7 @@ class Prefixes:
         self._identity = replace(identity_of(session, tokenizer), chat_template=None)
         self._notes = text_identity(tokenizer)
         each_length_rotates = session.rope.switch is not None and isinstance(session.rope, NoRope)
-        self.reusable = not session.spec.other_layers and not each_length_rotates
+        self.reusable, self._whole = not each_length_rotates, bool(session.spec.other_layers)
         self.hot: list[Prefix] = []
         self._writer, self._writes = ThreadPoolExecutor(1, "kvcli-store"), list[Future[None]]()
 
@@ -141,6 +144,7 @@ class Prefixes:
                     if keep:
                         self.keep(prefix)
                     raise
+        prefix.end = prefix.cache.end_of_pass() if self._whole else None
         if keep and prefix.flushed > prefix.stored:
             self._store(prefix)
         elif prefix.source == "hot" and self.store is not None and prefix.stored:
@@ -161,6 +165,11 @@ class Prefixes:
             if total > self._hot_bytes:
                 del self.hot[i:]
                 break
+
+    @property
+    def joinable(self) -> bool:
+        """Whether caches of several prompts can be rows of one."""
+        return self.reusable and not self._whole
 
     @property
     def hot_bytes(self) -> int:
@@ -194,6 +203,7 @@ class Prefixes:
             end = 0
             if prefix.owner == owner and prefix.cache.sequences.rope.length == rope.length:
                 end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
+                end = 0 if self._whole and end < prefix.flushed else end
             if end > length:
                 best, length = prefix, end
         on_disk = self._load(ids, ends, self._identity_for(owner, rope), length)
@@ -205,12 +215,14 @@ class Prefixes:
         elif best is not None:
             new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
-                new.cache.restore(best.cache.snapshot(self.session.model.device).prefix(length))
+                device = self.session.model.device
+                whole = best.cache.snapshot(device, best.end) if self._whole else best.cache.snapshot(device)
+                new.cache.restore(whole if self._whole else whole.prefix(length))
                 best.used = time.monotonic()
             else:
                 self.hot.remove(best)
                 new.cache = best.cache
-                new.cache.crop(length - new.cache.get_seq_length())
+                new.cache.crop(length - new.cache.get_seq_length(), best.end)
         new.load_s = time.monotonic() - started
         return new
 

@@ -39,16 +39,15 @@ def test_bench_runs_a_hybrid_and_counts_the_caches_of_all_its_layers(hybrid: Pat
     assert "2 of 4 layers compressed (73 % of fp16's cache)" in shown  # 19 of 19 + 7 tokens
 
 
-@pytest.mark.parametrize(
-    "words", ["compress --prompt-file text --out made", "chat --save made", "bench --suite contexts --prompt-tokens 16"]
-)
-def test_storing_a_hybrid_is_refused_before_anything_is_read(hybrid: Path, words: str) -> None:
+def test_a_context_of_a_hybrid_is_kept_and_used_again(hybrid: Path) -> None:
+    words = (str(hybrid), "--method", "kivi-2", "--residual-length", "32", "--max-new-tokens", "4", "--json")
     Path("text").write_text("words " * 20)
-    command, *options = words.split()
-    done = result(command, str(hybrid), "--method", "kivi-2", *options, exit_code=2)
-    assert "2 of its 4 layers keep transformers' own cache" in done.stderr
-    assert "read and compressed" not in done.stderr
-    assert not Path("made").exists()
+    first, second = (result("ask", "text", "Who?", "--model", *words, "--store", "kept") for _ in range(2))
+    assert first["read_tokens"] > 0 == second["read_tokens"]
+    assert first["text"] == second["text"]
+    result("compress", *words[:5], "--prompt-file", "text", "--out", "made.safetensors")
+    told = ("generate", *words, "--prompt", "Who?")
+    assert result(*told, "--context", "made.safetensors")["reused_tokens"] == 120
 
 
 def test_plans_count_what_other_layers_keep(hybrid: Path) -> None:

@@ -237,15 +237,20 @@ def test_requests_at_once_read_what_they_begin_with_once() -> None:
     assert [x.choices[0].text for x in done] == alone
 
 
-def test_models_whose_caches_cannot_be_kept_are_served_one_by_one() -> None:
-    """With layers that keep transformers' own cache."""
-    with serving(model=make("gemma3_text", vocab_size=259)) as served, ThreadPoolExecutor(2) as pool:
-        expected = served.generated(TEXT, 8)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_models_with_states_of_the_whole_text_are_served_one_by_one_and_keep_whole_prompts(family: str) -> None:
+    longer = f"{TEXT}Question?"
+    with serving(model=make(family, vocab_size=259)) as served, ThreadPoolExecutor(2) as pool:
+        expected = served.generated(longer, 8)
         with busy(served):
-            made = [pool.submit(served.complete, TEXT, 8) for _ in range(2)]
+            made = [pool.submit(served.complete, longer, 8) for _ in range(2)]
             waiting(served, 2)
         assert [x.result().choices[0].text for x in made] == [expected] * 2
-        assert {x.result().usage.prompt_tokens_details.cached_tokens for x in made} == {0}
+        first, second = sorted(x.result().usage.prompt_tokens_details.cached_tokens for x in made)
+        assert first == 0 < second
+        served.prefixes.hot.clear()  # from the store
+        assert served.complete(longer, 8).choices[0].text == expected
+        assert served.complete(longer + expected, 8).usage.prompt_tokens_details.cached_tokens == second
 
 
 def test_padding_of_a_batch_is_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:

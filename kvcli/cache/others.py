@@ -1,0 +1,86 @@
+"""The states of layers that keep transformers' own cache, as tensors: windows, convolutions, recurrences.
+
+They belong to the tokens that the cache holds and to no shorter text, so a snapshot with states is used whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.snapshot import Snapshot
+from kvcli.errors import CacheError
+
+_PREFIX = "others."
+
+
+@dataclass(frozen=True)
+class EndOfPass:
+    """The states at the end of a pass, to which a cache can be cut after others, as `states_of` gives them."""
+
+    slots: int
+    tensors: dict[str, Tensor]
+
+    def added_to(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, of as many slots, with the states; it cannot be cut then."""
+        if not self.tensors:
+            return snapshot
+        return Snapshot(replace(snapshot.counts, observed=snapshot.counts.lengths), snapshot.tensors | self.tensors)
+
+
+def states_of(layers: Mapping[int, Any], new: Sequence[Any], device: torch.device | str | None) -> dict[str, Tensor]:
+    """Copies of states; layers by their index in the model, beside `new`, all layers as they are without tokens.
+
+    Tensors are named `others.L.state.NAME`; numbers and flags have no axis.
+    """
+    return {
+        f"{_PREFIX}{layer_idx}.state.{name}": torch.as_tensor(value).to(device, copy=True)
+        for layer_idx, layer in layers.items()
+        for name, value in _values(layer)
+        if not _equal(value, dict(_values(new[layer_idx])).get(name))
+    }
+
+
+def take_states(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Takes the states out of a snapshot's tensors: those of each layer by their names."""
+    states: dict[int, dict[str, Tensor]] = {}
+    for name in [x for x in tensors if x.startswith(_PREFIX)]:
+        layer_idx, _, rest = name.removeprefix(_PREFIX).partition(".state.")
+        states.setdefault(int(layer_idx) if layer_idx.isdecimal() else -1, {})[rest] = tensors.pop(name)
+    return states
+
+
+def fill(layer: Any, states: Mapping[str, Tensor], rows: int, device: torch.device) -> None:
+    """Gives a new layer the states of another one of its kind; CacheError: it cannot have had them."""
+    for name, x in states.items():
+        attribute, _, key = name.partition(".")
+        holder, place = (
+            (vars(layer), attribute) if not key else (vars(layer).get(attribute), int(key) if key.isdecimal() else key)
+        )
+        if not isinstance(holder, dict) or place not in holder or not isinstance(holder[place], Tensor | int | None):
+            raise CacheError(f"the snapshot has a state {name}, for which a {type(layer).__name__} has no place")
+        if x.dim() and (not x.is_floating_point() or len(x) != rows):
+            raise CacheError(f"the snapshot's state {name} is {x.dtype} {list(x.shape)}, which is not of {rows} rows")
+        holder[place] = x.to(device, copy=True) if x.dim() else x.item()
+    tensors = [x for x in states.values() if x.dim()]
+    layer.device, layer.dtype = device, tensors[0].dtype if tensors else None
+    for name, value in _values(layer):
+        if isinstance(value, Tensor) and name in vars(layer):
+            setattr(layer, name, value.to(device))
+
+
+def _values(layer: Any) -> Iterator[tuple[str, Tensor | int]]:
+    """Tensors, numbers and flags of a layer, also those of its dicts."""
+    for name, value in vars(layer).items():
+        inner = {f"{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {name: value}
+        yield from ((name, x) for name, x in inner.items() if isinstance(x, Tensor | int))
+
+
+def _equal(value: Tensor | int, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
+    return type(value) is type(other) and bool(value == other)
