@@ -131,6 +131,11 @@ class ModelSpec:
         rope = replace(self.rope, rotary_dim=self.value_dim - self.value_dim % 2)
         return replace(self, head_dim=self.value_dim, value_head_dim=None, rope=rope)
 
+    @property
+    def coverage(self) -> str:
+        """How many layers are compressed, in words."""
+        return coverage(self.num_layers, self.other_layers)
+
     def fp16_bytes_per_token(self) -> int:
         """Bytes that keys and values of one token take in 16 bits, over all layers of full attention."""
         return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim) * 2
@@ -211,6 +216,11 @@ def general_fields(config: Any) -> dict[str, Any]:
         "max_position_embeddings": _UNLIMITED_POSITIONS if positions is None else positions,
         "vocab_size": config.vocab_size,
     }
+
+
+def coverage(layers: int, other_layers: int) -> str:
+    """How many layers are compressed, those that attend to the whole context, in words."""
+    return f"{layers} of {layers + other_layers} layers" if other_layers else f"all {layers} layers"
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -132,6 +132,7 @@ kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --
 
 | | |
 |---|---|
+| compressed | {spec.coverage} |
 | nominal bits per value | keys {key_bits:.2f}, values {value_bits:.2f} |
 | calibration text | {origin} |
 | tokens | {provenance.get("num_tokens", "?")} |

@@ -84,6 +84,12 @@ class MemoryReport:
         return self.fp16_bytes / self.cache_bytes if self.cache_bytes else 1.0
 
     @property
+    def whole_ratio(self) -> float:
+        """The same of all layers, of which the others are as large in both."""
+        total = self.cache_bytes + self.other_bytes
+        return (self.fp16_bytes + self.other_bytes) / total if total else 1.0
+
+    @property
     def share(self) -> float:
         """What share of the model's whole cache, uncompressed, the layers of full attention have."""
         total = self.uncompressed_bytes + self.other_bytes
@@ -101,7 +107,7 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
-        derived = ("cache_bytes", "ratio", "share", "true_bits", "effective_bits")
+        derived = ("cache_bytes", "ratio", "whole_ratio", "share", "true_bits", "effective_bits")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 

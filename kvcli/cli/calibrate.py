@@ -128,10 +128,11 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
                 advance=advance,
                 say=output.say,
             )
+    output.say(f"recorded {loaded.spec.coverage}, those that attend to the whole context")
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
-    num_tokens, layers = len(config.sequences(shard)) * config.seq_len, loaded.spec.num_layers
-    record = {"samples": str(folder), "num_tokens": num_tokens, "layers": layers, "bytes": needed}
+    num_tokens = len(config.sequences(shard)) * config.seq_len
+    record = {"samples": str(folder), "num_tokens": num_tokens, "layers": loaded.spec.num_layers, "bytes": needed}
     output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 

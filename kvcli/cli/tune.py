@@ -121,7 +121,8 @@ def run(options: TuneOptions, output: Output) -> None:
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
     best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
-    name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits, KL {best.loss:.2g}"
+    of_layers = f" in {loaded.spec.coverage}" if loaded.spec.other_layers else ""
+    name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits{of_layers}, KL {best.loss:.2g}"
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
     if " by layer" not in best.case.label:
         output.say("nothing with bits by layer is better")

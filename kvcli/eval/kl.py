@@ -19,6 +19,7 @@ from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, dif
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, UNFITTED_METHOD
+from kvcli.spec import coverage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,9 +144,12 @@ def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], r
 
 def text_title(records: Records, options: TokenOptions) -> str:
     """The text and the window of a run."""
+    memory: dict[str, Any] = records[0].get("memory") or {}
+    layers, others = memory.get("layers", 0), memory.get("other_layers", 0)
     return (
         f"{options.model}: {records[0]['num_tokens']} tokens in sequences of {options.seq_len}, chunk {options.chunk}, "
         f"residual {options.residual_length}, sinks {options.sink_length}"
+        f"{f'; {coverage(layers, others)} compressed' if others else ''}"
     )
 
 
@@ -168,7 +172,7 @@ def quality_table(records: Records, options: TokenOptions) -> DataTable:
                 "KL p99": f"{record['kl_p99']:.3f}",
                 "flips %": f"{100 * record['flips']:.2f}",
                 "perplexity": _perplexity(record["perplexity"]),
-                "cache / fp16": f"1/{memory['ratio']:.2f}",
+                "cache / fp16": f"1/{memory['whole_ratio']:.2f}",
             }
         )
     reference = _perplexity(records[0]["reference_perplexity"])

@@ -81,6 +81,7 @@ def _artifact(folder: Path) -> dict[str, Any]:
     memory = plan.memory(_CONTEXT)
     return {
         "method": method_name(artifact.method, metadata["config"]),
+        "compressed": artifact.spec.coverage,
         "bits": {
             **{"keys": keys, "values": values, "mean": (keys + values) / 2, "nominal": list(memory.nominal_bits)},
             f"all of {_CONTEXT} tokens": memory.effective_bits,

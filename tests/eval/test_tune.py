@@ -146,7 +146,7 @@ def test_a_search_that_was_stopped_goes_on(command_model: LoadedModel, monkeypat
     assert again["rows"] == first["rows"]
     assert len(Path("r.jsonl").read_text().splitlines()) == len(lines) + 1
     opening = Session.new_cache
-    monkeypatch.setattr(Session, "new_cache", lambda self: opened.append(1) or opening(self))
+    monkeypatch.setattr(Session, "new_cache", lambda *x: opened.append(1) or opening(*x))
     assert result(*command, "--json")["rows"] == first["rows"]
     assert not opened
     result(*command, "--json", "--seed", "1")  # another text

@@ -86,7 +86,7 @@ def check_all(
         with kvcli.attach(model, name, **settings) as session:
             codecs = session.codecs
         first = max(checked.get("chunks", [0]))
-        reference: Any = SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks, residual=32, first=first))
+        reference: Any = SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks, residual=32, first=first))
         for prompt, answer in zip(prompts, answers, strict=True):
             check(model, reference, prompt, answer, **checked)
         return

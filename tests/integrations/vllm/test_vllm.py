@@ -109,7 +109,7 @@ def test_exact_tokens_of_requests_that_share_a_prefix(ask: Any, tiny_model: Any,
         codecs = session.codecs
 
     def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=3, residual=7, first=tokens))
+        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=3, residual=7, first=tokens))
 
     for answer in (cold, together[0]):
         check(tiny_model, after(0), first, answer)
@@ -128,7 +128,7 @@ def test_more_requests_than_rings_that_end_one_after_another(ask: Any, tiny_mode
         found = answers(llm, prompts, 40)
     with kvcli.attach(tiny_model, "kivi-2") as session:
         codecs = session.codecs
-    reference = SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=2, residual=32))
+    reference = SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=2, residual=32))
     for prompt, answer in zip(prompts[:3], found, strict=False):
         check(tiny_model, reference, prompt, answer)
     assert [len(answer.tokens) for answer in found] == [40] * 40
@@ -228,7 +228,7 @@ def test_a_recipe_is_followed_with_bits_by_layer(
         codecs = session.codecs
 
     def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=3, residual=32, first=tokens))
+        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=3, residual=32, first=tokens))
 
     for prompt, answer in zip(prompts, found, strict=True):
         check(tiny_model, after(0), prompt, answer)
@@ -383,7 +383,7 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
         bits = codecs[0].key.bits_per_token() + codecs[0].value.bits_per_token()
 
     def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, residual=32, first=tokens))
+        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, residual=32, first=tokens))
 
     for prompt, answer in zip(prompts, alone, strict=True):
         check(tiny_model, after(0), prompt, answer, chunk=72)
