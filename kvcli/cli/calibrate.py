@@ -77,8 +77,10 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     default = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
     if source == FINEWEB_EDU:
         default = CorpusConfig.fineweb_edu()
-    given: dict[str, Any] = {"split": options.corpus_split, "name": options.corpus_name, "revision": options.revision}
-    given |= {"text_column": options.text_column, "seed": options.seed}
+    given: dict[str, Any] = {
+        **{"split": options.corpus_split, "name": options.corpus_name, "revision": options.revision},
+        **{"text_column": options.text_column, "seed": options.seed},
+    }
     corpus = replace(default, **{name: value for name, value in given.items() if value is not None})
     check_source(corpus)
 
@@ -131,8 +133,8 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     output.say(f"recorded {loaded.spec.coverage}, those that attend to the whole context")
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
-    num_tokens = len(config.sequences(shard)) * config.seq_len
-    record = {"samples": str(folder), "num_tokens": num_tokens, "layers": loaded.spec.num_layers, "bytes": needed}
+    counts = {"num_tokens": len(config.sequences(shard)) * config.seq_len, "layers": loaded.spec.num_layers}
+    record = {"samples": str(folder), **counts, "bytes": needed}
     output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -60,7 +61,7 @@ class RotaryCall:
 
     def rope(self) -> Rope | None:
         """The rotation, if its angles depend on the positions alone and a second call returns the same."""
-        if not self.has_indices or (self.switch is not None and not self._are_equal(self.switch + 1, _FAR)):
+        if not self.has_indices or (self.switch is not None and not self._are_equal(self.switch + 1, self._far)):
             return None
         layout = _layout(self.output)
         rope = Rope(self.module, layout, self.arguments)
@@ -70,7 +71,7 @@ class RotaryCall:
         # accelerate moves what a module is given to its device, and leaves what it returns there
         returned = Rotation.from_model(self.output, layout).to(self.positions.device)
         same = torch.equal(again.cos, returned.cos) and torch.equal(again.sin, returned.sin)
-        return rope if same and _is_steady(rope.for_length(_FAR)) else None
+        return rope if same and _is_steady(rope.for_length(_FAR), min(self._far - 1, 4096)) else None
 
     @property
     def has_indices(self) -> bool:
@@ -80,7 +81,7 @@ class RotaryCall:
     @cached_property
     def switch(self) -> int | None:
         """As of `Rope`, found by bisection."""
-        least, most = self.positions.shape[1], _FAR
+        least, most = self.positions.shape[1], self._far
         if not self.has_indices or self._are_equal(least, most):
             return None
         while most - least > 1:
@@ -88,14 +89,26 @@ class RotaryCall:
             least, most = (middle, most) if self._are_equal(self.positions.shape[1], middle) else (least, middle)
         return least
 
+    @cached_property
+    def _far(self) -> int:
+        """A text longer than any, or about as long as the longest of a module that has a table of positions."""
+        for length in (_FAR, 2**17, 2**13, 2**10):
+            with suppress(IndexError):
+                self._at(length)
+                return length
+        return self.positions.shape[1]
+
     def _are_equal(self, length: int, other: int) -> bool:
         """Whether these positions have the same angles in texts of both lengths."""
         return all(map(torch.equal, self._at(length), self._at(other)))
 
     def _at(self, length: int) -> tuple[Tensor, ...]:
-        """The output for these positions in a text of a length; a copy is called, because it may remember that."""
-        module, like = _copied(self.module), torch.empty(0, device=self.positions.device)
-        positions = torch.cat((self.positions, torch.full_like(self.positions[:, :1], length - 1)), dim=1)
+        """The output for these positions in a text of a length.
+
+        A copy is called, because it may remember that, and on the CPU, which survives an index beyond a table's end.
+        """
+        module, like, positions = _copied(self.module).to("cpu"), torch.empty(0), self.positions.cpu()
+        positions = torch.cat((positions, torch.full_like(positions[:, :1], length - 1)), dim=1)
         output = module(like, positions, *self.arguments)
         return tuple(x[:, :-1] for x in ((output,) if isinstance(output, Tensor) else output))
 
@@ -190,10 +203,11 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _is_steady(rope: Rope) -> bool:
+def _is_steady(rope: Rope, most: int) -> bool:
     """Whether angles grow in proportion to positions, which makes rotations products of each other."""
     frequencies = rope.inv_freq
-    positions = torch.tensor([[*range(64), *(2**n for n in range(6, 13))]], device=frequencies.device)
+    some = [x for x in (*range(64), *(2**n for n in range(6, 13))) if x <= most]
+    positions = torch.tensor([some], device=frequencies.device)
     rotation = rope.rotation(positions, torch.float32)
     angles = positions[:, None, :, None] * frequencies
     scale = (rotation.cos[:, :, :1] ** 2 + rotation.sin[:, :, :1] ** 2).sqrt()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import textwrap
 from dataclasses import dataclass
@@ -115,10 +116,15 @@ def _reason(text: str) -> str:
 
 
 def _logits(model: Any, cache: Any) -> torch.Tensor:
-    """Of a prompt of 31 tokens and of three after it, one by one."""
-    parts = torch.randint(3, 90, (1, 34), generator=torch.Generator().manual_seed(0)).split((31, 1, 1, 1), dim=1)
+    """Of a prompt of 31 tokens and of three after it, one by one, at the positions that `generate` gives them."""
+    ids, sizes = torch.randint(3, 90, (1, 34), generator=torch.Generator().manual_seed(0)), (31, 1, 1, 1)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    logits = []
     with torch.no_grad():
-        return torch.cat([model(input_ids=x, **with_cache(cache)).logits for x in parts], dim=1)
+        for x, places in zip(ids.split(sizes, dim=1), torch.arange(34)[None].split(sizes, dim=1), strict=True):
+            positions = {"position_ids": places} if takes_positions else {}
+            logits.append(model(input_ids=x, **positions, **with_cache(cache)).logits)
+    return torch.cat(logits, dim=1)
 
 
 def replaced(page: str, new: str) -> str:
