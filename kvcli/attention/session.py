@@ -39,6 +39,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import not_finite
+from kvcli.models.weights import weights_identity
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.seam.decoder import backbone, decoder_layers
@@ -117,9 +118,8 @@ class Session:
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, for one call of `generate` or the passes over one batch."""
-        return CompressedCache(
-            self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
-        )
+        identity = partial(self._identity_since, weights_identity(self.model))
+        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), identity)
 
     def load_cache(self, source: str | Path | Context, *, release: bool = False) -> CompressedCache:
         """A cache that goes on, with the very numbers, from what `save` wrote or a context, which `release` empties.
@@ -146,11 +146,13 @@ class Session:
         return cache
 
     def identity(self) -> CacheIdentity:
-        """What the content of this session's caches depends on."""
-        if self._known is None:
+        """What the content of this session's caches depends on, with the adapters that are active now."""
+        weights = weights_identity(self.model)
+        if self._known is None or self._known.weights != weights:
             self._known = CacheIdentity(
                 model=self._model_name,
                 fingerprint=fingerprint(self.model, self.spec),
+                weights=weights,
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 rope=self._seam.rope.frequencies(),
                 method=self.method.name,
@@ -159,6 +161,14 @@ class Session:
                 codecs=codecs_identity(self.codecs, self._fitted),
             )
         return self._known
+
+    def _identity_since(self, weights: str) -> CacheIdentity:
+        """The identity of a cache that was made with these weights; CacheError: the model has others now."""
+        if weights != (identity := self.identity()).weights:
+            raise CacheError(
+                "the model's weights or active adapters have changed since this cache was made; read again"
+            )
+        return identity
 
     def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
         """Compiles the Triton kernels that this session launches for batches of so many rows, side by side, at once.

@@ -61,14 +61,14 @@ class Prefix:
         ids: of the prompt, int64 [1, time] on the CPU.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
         stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
-        owner: whose it is; empty: anybody's.
+        identity: what it depends on, whose it is among it.
         nbytes: of the cache when it was kept, with the headroom of its buffers.
         source: where the first `reused` tokens came from: `hot`, `disk` or `none`.
     """
 
     cache: CompressedCache
     ids: Tensor
-    owner: str
+    identity: CacheIdentity
     flushed: int = 0
     stored: int = 0
     name: str = ""
@@ -105,8 +105,7 @@ class Prefixes:
         self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))
         if store is not None:
             store.block_tokens = self.unit
-        # the tokens say all that a chat template does
-        self._identity = replace(identity_of(session, tokenizer), chat_template=None)
+        self._tokenizer = tokenizer
         self._notes = text_identity(tokenizer)
         self.reusable = not session.spec.other_layers
         self.hot: list[Prefix] = []
@@ -123,7 +122,7 @@ class Prefixes:
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, owner, keep)
+        prefix = self._longest(ids.cpu(), ends, self._identity_for(owner), keep)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
@@ -179,18 +178,18 @@ class Prefixes:
         """The last of the boundaries up to `length` that a prompt has in common with one flushed at `flushed` last."""
         return max((x for x in {*ends} & {*self._boundaries(flushed)} if x <= length), default=0)
 
-    def _longest(self, ids: Tensor, ends: list[int], owner: str, keep: bool) -> Prefix:
+    def _longest(self, ids: Tensor, ends: list[int], identity: CacheIdentity, keep: bool) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
         started = time.monotonic()
-        new = Prefix(self.session.new_cache(), ids, owner)
+        new = Prefix(self.session.new_cache(), ids, identity)
         best, length = None, 0
         for prefix in self.hot:
             end = 0
-            if prefix.owner == owner:
+            if prefix.identity == identity:
                 end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
             if end > length:
                 best, length = prefix, end
-        on_disk = self._load(ids, ends, owner, length)
+        on_disk = self._load(ids, ends, identity, length)
         if on_disk is not None:
             context, match = on_disk
             new.flushed = new.stored = match.num_tokens
@@ -208,12 +207,14 @@ class Prefixes:
         new.load_s = time.monotonic() - started
         return new
 
-    def _load(self, ids: Tensor, ends: list[int], owner: str, more_than: int) -> tuple[Context, Match] | None:
+    def _load(
+        self, ids: Tensor, ends: list[int], identity: CacheIdentity, more_than: int
+    ) -> tuple[Context, Match] | None:
         """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
         if self.store is None or not ends or ends[-1] <= more_than:
             return None
         try:
-            wanted, fit = (ids[:, : ends[-1]], self._identity_for(owner)), partial(self._common, ends)
+            wanted, fit = (ids[:, : ends[-1]], identity), partial(self._common, ends)
             while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
                 try:
                     return self.store.load(match, self.session.model.device), match
@@ -232,9 +233,8 @@ class Prefixes:
         if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
             return
         snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
-        identity = self._identity_for(prefix.owner)
-        context = Context(snapshot, identity, ids, {**self._notes, "source": "kvcli serve"})
-        name = hashlib.sha256(repr(identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
+        context = Context(snapshot, prefix.identity, ids, {**self._notes, "source": "kvcli serve"})
+        name = hashlib.sha256(repr(prefix.identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
         prefix.stored, prefix.name = length, name
 
         def write() -> None:
@@ -257,4 +257,6 @@ class Prefixes:
 
     def _identity_for(self, owner: str) -> CacheIdentity:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
-        return replace(self._identity, reading=f"flushed every {self.unit}{digest and ' for '}{digest}")
+        reading = f"flushed every {self.unit}{digest and ' for '}{digest}"
+        # the tokens say all that a chat template does
+        return replace(identity_of(self.session, self._tokenizer), chat_template=None, reading=reading)
