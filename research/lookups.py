@@ -26,6 +26,7 @@ LENGTH, SHARED, SINKS, WINDOW = 32_768, 2_052, 4, 128
 IDENTITY = CacheIdentity(
     model="llama-3.1-8b",
     fingerprint="llama 32 8 128:" + "3c00" * 128,
+    weights="0" * 32,
     dtype="bfloat16",
     rope={"inv_freq": [1 / 10_000 ** (i / 64) for i in range(64)], "scaling": 1.0},
     method="kivi",

@@ -40,6 +40,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import not_finite
+from kvcli.models.weights import weights_identity
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.rope import Rope
@@ -129,9 +130,8 @@ class Session:
             length: tokens of a row in the end, where the model rotates long texts differently (`Rope.switch`); None:
                 those of the first pass, or of the prompt that `generate` is given.
         """
-        cache = CompressedCache(
-            self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
-        )
+        identity, layers = partial(self._identity_since, weights_identity(self.model)), len(self.layers)
+        cache = CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, layers, identity)
         if length is not None:
             cache.sequences.begin(length)
         return cache
@@ -165,11 +165,16 @@ class Session:
         return cache
 
     def identity(self, length: int = 1) -> CacheIdentity:
-        """What the content of this session's caches of texts of so many tokens depends on; see `Rope.switch`."""
-        if self._known is None:
+        """What the content of this session's caches depends on, with the adapters that are active now.
+
+        Of caches of texts of so many tokens, where that matters (`Rope.switch`).
+        """
+        weights = weights_identity(self.model)
+        if self._known is None or self._known.weights != weights:
             self._known = CacheIdentity(
                 model=self._model_name,
                 fingerprint=fingerprint(self.model, self.spec),
+                weights=weights,
                 dtype=str(self.model.dtype).removeprefix("torch."),
                 rope=self.rope.frequencies(),
                 method=self.method.name,
@@ -179,6 +184,14 @@ class Session:
             )
         known, rope = self._known, self.rope
         return known if rope.switch is None else replace(known, rope=rope.for_length(length).frequencies())
+
+    def _identity_since(self, weights: str) -> CacheIdentity:
+        """The identity of a cache that was made with these weights; CacheError: the model has others now."""
+        if weights != (identity := self.identity()).weights:
+            raise CacheError(
+                "the model's weights or active adapters have changed since this cache was made; read again"
+            )
+        return identity
 
     def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
         """Compiles the Triton kernels that this session launches for batches of so many rows, side by side, at once.

@@ -335,13 +335,16 @@ class CompressedCache(Cache):
             input_ids: the tokens that the cache holds, int64 [batch, slots]; a cache does not know them.
 
         Raises:
-            CacheError: the cache is empty, a pass over it broke off, or no session made it.
+            CacheError: the cache is empty, a pass over it broke off, or as for `identity`.
         """
+        identity = self.identity()
+        return Context(self.snapshot("cpu" if copy else None), identity, input_ids, notes or {})
+
+    def identity(self) -> CacheIdentity:
+        """What its tokens depend on; CacheError: no session made it, or the model computes otherwise since then."""
         if self._identity is None:
             raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
-        snapshot = self.snapshot("cpu" if copy else None)
-        identity = replace(self._identity(), rope=self.sequences.rope.frequencies())
-        return Context(snapshot, identity, input_ids, notes or {})
+        return replace(self._identity(), rope=self.sequences.rope.frequencies())
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
         """Writes the cache to one safetensors file, from which `Session.load_cache` goes on; see `Context.save`.

@@ -62,7 +62,7 @@ class ContextRecord(Sealed):
         first, coded, last: blocks of what precedes the codes, of the whole parts of codes, of the rest.
     """
 
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     ERROR: ClassVar[type[KvcliError]] = CacheError
     REMEDY: ClassVar[str] = "make it again with 'kvcli compress'"
 

@@ -25,6 +25,8 @@ _ROUNDING = (1e-4, 0.0)
 _BUFFER_ROUNDING = (1e-3, 1e-4)
 """By how much buffers that are computed and not fitted may."""
 
+_OTHER_WEIGHTS = "weights differ beside those of its key and value projections, or other adapters (LoRA) are active"
+
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class CacheIdentity:
@@ -32,7 +34,8 @@ class CacheIdentity:
 
     Attributes:
         model: name of the model, for people; it is not compared.
-        fingerprint: of the model, see `kvcli.models.fingerprint`.
+        fingerprint: of the model that artifacts are for, see `kvcli.models.fingerprint`.
+        weights: of all weights and active adapters, see `kvcli.models.weights`.
         rope: what `Rope.frequencies` gives.
         config: its settings, those of the cache included.
         layers: indices of the layers that the method compresses.
@@ -46,6 +49,7 @@ class CacheIdentity:
 
     model: str
     fingerprint: str
+    weights: str
     dtype: str
     rope: Mapping[str, float | list[float]]
     method: str
@@ -58,7 +62,8 @@ class CacheIdentity:
 
     def difference(self, other: CacheIdentity) -> str | None:
         """Why what another cache holds means something else here: a clause after "it was made"; None if it does not."""
-        reason = differs(self.fingerprint, other.fingerprint)
+        alike = self.weights == other.weights or self.dtype != other.dtype
+        reason = differs(self.fingerprint, other.fingerprint) or (None if alike else _OTHER_WEIGHTS)
         if reason is not None:
             return f"with another model, {other.model}: {reason}"
         if self.dtype != other.dtype:

@@ -72,7 +72,7 @@ def load_gguf(
         ModelError: the file is damaged, or its weights and the config do not belong together.
         UnsupportedModelError: an architecture that kvcli does not compress.
     """
-    with _tensor_progress(f"read {path.name}", progress), _parts_joined():
+    with _reading_gguf(f"read {path.name}", progress):
         return _load(path, path.parent, dtype, config, gguf_file=path.name)
 
 
@@ -116,52 +116,29 @@ def read_gguf_config(path: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    with _explained(path, "its config cannot be read"), _parts_joined():
+    with _explained(path, "its config cannot be read"), _reading_gguf(path.name, no_progress):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     ModelSpec.from_config(config)
     return config
 
 
 def read_gguf(path: str | Path) -> Any:
-    """A reader of a GGUF file and of the parts beside it, whose tensors become its own.
-
-    ModelError: a part that is not the first, or parts that are missing or do not belong together.
-    """
+    """A reader of a GGUF file and of the parts beside it; ModelError: not the first part, or not all of one file."""
     from gguf.gguf_reader import GGUFReader
 
     path, reader = Path(path), GGUFReader(path)
-    number, count, tensors = (
-        int(reader.fields[name].contents()) if name in reader.fields else 0
-        for name in ("split.no", "split.count", "split.tensors.count")
+    count, tensors = (
+        int(x.contents()) if (x := reader.fields.get(f"split.{name}")) else 0 for name in ("count", "tensors.count")
     )
-    if count < 2:
-        return reader
-    stem = re.sub(r"-\d+-of-\d+$", "", path.stem)
-    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
-    if path != parts[number]:
-        raise ModelError(f"{path} is part {number + 1} of {count}, whose name is {parts[number].name}; name it so")
-    if number or not all(part.is_file() for part in parts):
-        what = "all must be beside it" if number == 0 else f"name the first, {parts[0].name}"
-        raise ModelError(f"{path} is part {number + 1} of {count}; {what}, or merge them (llama-gguf-split --merge)")
-    for i, part in enumerate(parts[1:], 1):
-        other = GGUFReader(part)
-        if "split.no" in other.fields and int(other.fields["split.no"].contents()) == i:
-            reader.tensors += other.tensors
-    if len(reader.tensors) != tensors:
-        raise ModelError(f"{path.name} and its other parts have {len(reader.tensors)} of {tensors} tensors; {_AGAIN}")
+    names = [re.sub(r"\d{5}-of-\d{5}$", f"{i + 1:05d}-of-{count:05d}", path.stem) + ".gguf" for i in range(count)]
+    if count > 1:
+        if path.name != names[0] or not all(path.with_name(name).is_file() for name in names):
+            what = f"name the first, {names[0]}, with all others beside it"
+            raise ModelError(f"{path} is one of {count} parts: {what}, or merge them (llama-gguf-split --merge)")
+        reader.tensors += [x for name in names[1:] for x in GGUFReader(path.with_name(name)).tensors]
+        if (found := len({x.name for x in reader.tensors})) != tensors:
+            raise ModelError(f"{path.name} and the parts beside it have {found} of {tensors} tensors; {_AGAIN}")
     return reader
-
-
-@contextmanager
-def _parts_joined() -> Iterator[None]:
-    """Gives transformers, which would fill up with random weights, the parts of a GGUF file as one."""
-    import gguf
-
-    theirs, gguf.GGUFReader = gguf.GGUFReader, read_gguf
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = theirs
 
 
 def attention_implementation(config: Any) -> str:
@@ -194,11 +171,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
-    """Puts `progress` in the place of the bar that transformers' GGUF reader always prints."""
+def _reading_gguf(label: str, progress: Progress) -> Iterator[None]:
+    """Gives transformers a file in parts as one, and `progress` in the place of the bar that it always prints."""
+    import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    theirs = getattr(reader, "tqdm", None)  # a version without it shows nothing
+    bar, reader_class = getattr(reader, "tqdm", None), gguf.GGUFReader  # a version without a bar shows nothing
 
     def count(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
         with progress(label, len(tensors), "tensors") as advance:
@@ -206,11 +184,11 @@ def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
                 yield tensor
                 advance(1)
 
-    reader.tqdm = count
+    reader.tqdm, gguf.GGUFReader = count, read_gguf
     try:
         yield
     finally:
-        reader.tqdm = theirs
+        reader.tqdm, gguf.GGUFReader = bar, reader_class
 
 
 def _load(

@@ -41,9 +41,8 @@ class LoadedModel:
     @property
     def end_tokens(self) -> list[int]:
         """Tokens that end a text: those of the configs, the tokenizer's, and that of a reply in its chat template."""
-        tokenizer: Any = self.tokenizer
-        own = getattr(tokenizer, "eos_token_id", None)
-        return sorted({*end_tokens(self.model), *([] if own is None else [own]), *_end_of_reply(tokenizer)})
+        own: Any = getattr(self.tokenizer, "eos_token_id", None)
+        return sorted({*end_tokens(self.model), own, *_end_of_reply(self.tokenizer)} - {None})
 
     def identity(self) -> dict[str, Any]:
         """`model`, `fingerprint` and `spec`, which identify the model in manifests, as plain JSON values."""
@@ -118,18 +117,17 @@ def load_model(
 
 def end_tokens(model: Any) -> list[int]:
     """Tokens that end a text by the generation config or the model's config."""
-    configs = getattr(model, "generation_config", None), model.config.get_text_config()
-    ends = [getattr(config, "eos_token_id", None) for config in configs]
+    ends = [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
     each = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
     return list(dict.fromkeys(int(end) for end in each if end is not None))
 
 
 def _end_of_reply(tokenizer: Any) -> list[int]:
     """The special token that follows a reply in a chat template; none where there is no such token or template."""
-    reply, turns = "A reply", [{"role": "user", "content": "Hi"}]
+    turns = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
     try:
-        text = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": reply}], tokenize=False)
-        after = tokenizer(text.rpartition(reply)[2].strip(), add_special_tokens=False)["input_ids"]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        after = tokenizer(text.rpartition("Hello")[2].strip(), add_special_tokens=False)["input_ids"]
         return [x for x in after[:1] if tokenizer.added_tokens_decoder[x].special]
     except Exception:  # no template, one that wants other messages, or a token that is text
         return []

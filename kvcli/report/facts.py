@@ -133,7 +133,7 @@ def _recording(folder: Path) -> dict[str, Any]:
 def of_context(record: Any) -> dict[str, Any]:
     """Facts of a `ContextRecord`."""
     identity, (key_bits, value_bits) = record.identity, record.bits
-    known = {"model", "fingerprint", "dtype", "tokenizer", "chat_template", "reading"}
+    known = {"model", "fingerprint", "weights", "dtype", "tokenizer", "chat_template", "reading"}
     return {
         "method": record.method,
         "tokens": record.num_tokens,

@@ -28,7 +28,7 @@ from kvcli.contexts import ContextStore, Match, identity_of
 from kvcli.errors import CacheError, ContextError
 from kvcli.models.fingerprint import text_identity
 from kvcli.progress import Advance, Say
-from kvcli.rope import NoRope, Rope
+from kvcli.rope import NoRope
 from kvcli.text.prompts import common_length
 
 UNIT = 128
@@ -61,19 +61,17 @@ class Prefix:
 
     Attributes:
         ids: of the prompt, int64 [1, time] on the CPU.
-        rope_length: as of `Rope`, of what the cache holds.
         end: of the pass that read them, where layers keep states of the whole text, which is used whole then.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
         stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
-        owner: whose it is; empty: anybody's.
+        identity: what it depends on, whose it is among it.
         nbytes: of the cache when it was kept, with the headroom of its buffers.
         source: where the first `reused` tokens came from: `hot`, `disk` or `none`.
     """
 
     cache: CompressedCache
     ids: Tensor
-    owner: str
-    rope_length: int | None = None
+    identity: CacheIdentity
     end: EndOfPass | None = None
     flushed: int = 0
     stored: int = 0
@@ -111,8 +109,7 @@ class Prefixes:
         self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))
         if store is not None:
             store.block_tokens = self.unit
-        # the tokens say all that a chat template does
-        self._identity = replace(identity_of(session, tokenizer), chat_template=None)
+        self._tokenizer = tokenizer
         self._notes = text_identity(tokenizer)
         each_length_rotates = session.rope.switch is not None and isinstance(session.rope, NoRope)
         self.reusable, self._whole = not each_length_rotates, bool(session.spec.other_layers)
@@ -130,7 +127,7 @@ class Prefixes:
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, owner, keep)
+        prefix = self._longest(ids.cpu(), ends, self._identity_for(owner, ids.shape[1]), keep)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
@@ -153,7 +150,7 @@ class Prefixes:
 
     def keep(self, prefix: Prefix) -> None:
         """Keeps a cache in memory, in place of the least recently used ones if they need too much together."""
-        changed = prefix.cache.sequences.rope.length != prefix.rope_length  # and all was read anew in other passes
+        changed = prefix.cache.sequences.rope.frequencies() != prefix.identity.rope  # all was read anew
         if not self.reusable or not prefix.flushed or changed:
             return
         prefix.used, prefix.nbytes = time.monotonic(), prefix.cache.memory().allocated_bytes
@@ -193,20 +190,19 @@ class Prefixes:
         """The last of the boundaries up to `length` that a prompt has in common with one flushed at `flushed` last."""
         return max((x for x in {*ends} & {*self._boundaries(flushed)} if x <= length), default=0)
 
-    def _longest(self, ids: Tensor, ends: list[int], owner: str, keep: bool) -> Prefix:
+    def _longest(self, ids: Tensor, ends: list[int], identity: CacheIdentity, keep: bool) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
         started = time.monotonic()
-        cache = self.session.new_cache(ids.shape[1])
-        rope, best, length = cache.sequences.rope, None, 0
-        new = Prefix(cache, ids, owner, rope.length)
+        new = Prefix(self.session.new_cache(ids.shape[1]), ids, identity)
+        best, length = None, 0
         for prefix in self.hot:
             end = 0
-            if prefix.owner == owner and prefix.cache.sequences.rope.length == rope.length:
+            if prefix.identity == identity:
                 end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
                 end = 0 if self._whole and end < prefix.flushed else end
             if end > length:
                 best, length = prefix, end
-        on_disk = self._load(ids, ends, self._identity_for(owner, rope), length)
+        on_disk = self._load(ids, ends, identity, length)
         if on_disk is not None:
             context, match = on_disk
             new.flushed = new.stored = match.num_tokens
@@ -226,12 +222,14 @@ class Prefixes:
         new.load_s = time.monotonic() - started
         return new
 
-    def _load(self, ids: Tensor, ends: list[int], of: CacheIdentity, more_than: int) -> tuple[Context, Match] | None:
+    def _load(
+        self, ids: Tensor, ends: list[int], identity: CacheIdentity, more_than: int
+    ) -> tuple[Context, Match] | None:
         """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
         if self.store is None or not ends or ends[-1] <= more_than:
             return None
         try:
-            wanted, fit = (ids[:, : ends[-1]], of), partial(self._common, ends)
+            wanted, fit = (ids[:, : ends[-1]], identity), partial(self._common, ends)
             while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
                 try:
                     return self.store.load(match, self.session.model.device), match
@@ -250,9 +248,8 @@ class Prefixes:
         if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
             return
         snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
-        identity = self._identity_for(prefix.owner, prefix.cache.sequences.rope)
-        context = Context(snapshot, identity, ids, {**self._notes, "source": "kvcli serve"})
-        name = hashlib.sha256(repr(identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
+        context = Context(snapshot, prefix.identity, ids, {**self._notes, "source": "kvcli serve"})
+        name = hashlib.sha256(repr(prefix.identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
         prefix.stored, prefix.name = length, name
 
         def write() -> None:
@@ -273,7 +270,8 @@ class Prefixes:
         if not store.touch(prefix.name):
             prefix.stored = 0
 
-    def _identity_for(self, owner: str, rope: Rope) -> CacheIdentity:
+    def _identity_for(self, owner: str, length: int) -> CacheIdentity:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
         reading = f"flushed every {self.unit}{digest and ' for '}{digest}"
-        return replace(self._identity, rope=rope.frequencies(), reading=reading)
+        # the tokens say all that a chat template does
+        return replace(identity_of(self.session, self._tokenizer, length), chat_template=None, reading=reading)

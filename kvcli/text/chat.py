@@ -77,6 +77,7 @@ class Conversation:
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
         try:
             cached = self._cached_ids()
+            self.cache.identity()
             common = min(common_length(cached, rendered.ids), rendered.ids.shape[1] - 1)
             if surplus := cached.shape[1] - common:
                 self.cache.crop(-surplus)

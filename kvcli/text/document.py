@@ -21,7 +21,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore, identity_of
 from kvcli.contexts.index import name_from
-from kvcli.errors import ModelError, UsageError
+from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.models.fingerprint import text_identity
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Progress, Say, no_progress, say_nothing
@@ -101,8 +101,11 @@ class Document:
 
         `say` gets a line about every damaged context that begins alike, which is passed over.
 
-        ContextError, OSError: the store cannot be read or written; ModelError: the model's values are not finite.
+        CacheError: other weights or adapters than when this object was made; ContextError, OSError: the store cannot be
+        read or written; ModelError: the model's values are not finite.
         """
+        if (reason := identity_of(self.session, self.loaded.tokenizer).difference(self._identity)) is not None:
+            raise CacheError(f"the document was made {reason}; make another one")
         if self._cache is None:
             cache = self._load(say)
             if cache is None or self.kept_tokens < self.ids.shape[1]:

@@ -177,7 +177,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], Non
 
 CONTRADICTIONS: dict[tuple[int, ...], list[tuple[Any, str]]] = {
     (40,): [
-        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 4"),
+        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 5"),
         (lambda fields, x: fields.pop("counts"), "is damaged (counts: Field required)"),
         (lambda fields, x: fields["counts"].update(lengths=[39]), "is no context that this kvcli reads"),
         (lambda fields, x: fields["counts"].update(lengths=[2**41]), "is damaged (counts.lengths.0"),

@@ -66,7 +66,7 @@ def test_states_of_another_kind_are_refused() -> None:
         for tensors, said in (
             ({name: taken.tensors[name].int()}, "which is not of 1 rows"),
             ({name.replace("conv_states.0", "record_past.0"): taken.tensors[name]}, "has no place"),
-            ({"others.3.state.keys": taken.tensors[name]}, "has states of layers"),
+            ({"others.3.state.keys": taken.tensors[name]}, "there are states of layers"),
         ):
             with pytest.raises(CacheError, match=said):
                 session.new_cache().restore(Snapshot(taken.counts, taken.tensors | tensors))

@@ -124,6 +124,7 @@ def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: 
     store.put(made.context(ids), name="a")
     for changes, said in (
         ({"fingerprint": identity.fingerprint[:17] + "3c00" * ((len(identity.fingerprint) - 17) // 4)}, "weights"),
+        ({"weights": "0"}, "weights differ beside those of its key and value projections"),
         ({"config": {**identity.config, "residual_length": 7}}, "residual_length"),
         ({"codecs": {"fitted": "0"}}, "without an artifact"),
         ({"tokenizer": "0"}, "another tokenizer"),

@@ -67,17 +67,18 @@ def test_a_file_in_parts_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     loaded = load_model(str(first), device="cpu").model.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
     assert find_config(str(first)).tie_word_embeddings is False
-    assert f"part 2 of 3; name the first, {first.name}, or merge them (llama-gguf-split --merge)" in refusal(second)
-    assert "part 1 of 3, whose name is" in refusal(first.rename(tmp_path / "other.gguf"))
+    others = f"one of 3 parts: name the first, {first.name}, with all others beside it, or merge them"
+    assert others in refusal(second)
+    assert "have 12 of 30 tensors" in refusal(first.rename(tmp_path / "other.gguf"))
     (tmp_path / "other.gguf").rename(first)
     intact = third.read_bytes()
     third.write_bytes(second.read_bytes())
-    assert "and its other parts have 24 of 30 tensors" in refusal(first)
+    assert "and the parts beside it have 24 of 30 tensors" in refusal(first)
     third.write_bytes(intact[:-1000])
     assert "not a readable GGUF file" in refusal(first)
     third.unlink()
-    assert "part 1 of 3; all must be beside it" in refusal(first)
-    with pytest.raises(ModelError, match="part 1 of 3"):
+    assert others in refusal(first)
+    with pytest.raises(ModelError, match="one of 3 parts"):
         find_config(str(first))
 
 

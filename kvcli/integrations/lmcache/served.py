@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -57,8 +58,8 @@ class SerdeSettings(BaseModel):
 class Served:
     """The model that a server serves, and the codecs of its chunks; `fitted`, those of all layers of an artifact.
 
-    The `source` says which artifact, as plain JSON values; the first `exact_tokens` of every chunk stay as they are;
-    `identity` is a digest, of 16 bytes, of everything that codes depend on.
+    The `source` says which weights and artifact, as plain JSON values; the first `exact_tokens` of every chunk stay as
+    they are; `identity` is a digest, of 16 bytes, of everything that codes depend on.
 
     Raises:
         KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
@@ -121,11 +122,14 @@ class Served:
             folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
         else:
             folder = Path(name).expanduser()
-        model_config = read_config(folder if folder.is_dir() else download_config(name))
+        folder, weights = (
+            (folder, _sample_of(folder)) if folder.is_dir() else (folder := download_config(name), folder.name)
+        )
+        model_config, source = read_config(folder), dict[str, Any](weights=weights)  # of a hub, its commit
         spec, rope = ModelSpec.from_config(model_config), rope_of(skeleton(model_config))
-        fitted, source = None, None
+        fitted = None
         if choice.fitted is not None:
-            fitted, source = choice.codecs(spec)[1], choice.fitted.metadata["files"]
+            fitted, source["artifact"] = choice.codecs(spec)[1], choice.fitted.metadata["files"]
         rest = settings.exact_tokens, settings.device
         return cls(spec, rope, choice.record, choice.config, fitted, source, *rest)
 
@@ -175,3 +179,12 @@ class Served:
             codec.to(self.device).eval()
             codec.use_kernels(self.device.type == "cuda")
         return codecs
+
+
+def _sample_of(folder: Path) -> str:
+    """A digest of bytes from all parts of a checkpoint's files."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        data = np.memmap(path, np.uint8, "r")
+        digest.update(data[:: len(data) // 4096 | 1].tobytes())
+    return digest.hexdigest()

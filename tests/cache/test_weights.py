@@ -1,0 +1,179 @@
+"""What a context was made with: all weights and the adapters that are active, where an artifact asks for less."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from byte_tokenizer import CHAT, byte_tokenizer
+from factories import WINDOW, load, make_model
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import kvcli
+from kvcli.contexts import ContextStore
+from kvcli.errors import CacheError
+from kvcli.models.fingerprint import differs, fingerprint
+from kvcli.models.weights import weights_identity
+from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
+from kvcli.serve.prefixes import Prefixes
+from kvcli.text.chat import Conversation
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*adapter.*:UserWarning", "ignore:`is_gradient_check:FutureWarning")
+SETTINGS: Any = {"method": "rtn-4", **WINDOW}
+IDS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def lora(model: Any, *names: str, **settings: Any) -> Any:
+    """With adapters whose numbers depend on their names alone, of which the first is active."""
+    settings = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **settings}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    adapted = peft.get_peft_model(model, config, adapter_name=names[0])
+    for name in names[1:]:
+        adapted.add_adapter(name, config)
+    for key, weight in adapted.named_parameters():
+        if found := [name for name in names if key.endswith(f".{name}.weight")]:
+            generator = torch.Generator().manual_seed(ord(found[0][-1]))
+            weight.data.normal_(generator=generator).mul_(0.2)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("part", ["up_proj", "q_proj", "o_proj", "layernorm", "embed_tokens", "lm_head"])
+def test_a_context_depends_on_every_weight_and_an_artifact_on_keys_and_values(part: str) -> None:
+    model = make_model("llama")
+    spec, first, before = probe(model).spec, weights_identity(model), fingerprint(model, probe(model).spec)
+    other = deepcopy(model)
+    assert weights_identity(other) == first
+    for name, weight in other.named_parameters():
+        if part in name:
+            weight.data.mul_(1.01)
+            break
+    assert weights_identity(other) != first
+    assert differs(fingerprint(other, spec), before) is None
+    assert weights_identity(deepcopy(model).bfloat16()) != first
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_adapters_count_by_their_numbers_where_they_are_active(settings: dict[str, Any]) -> None:
+    base = make_model("llama")
+    none = weights_identity(base)
+    both = lora(deepcopy(base), "a", "b", **settings)
+    first = weights_identity(both)
+    both.set_adapter("b")
+    second = weights_identity(both)
+    with both.disable_adapter():
+        assert weights_identity(both) == none
+    assert weights_identity(lora(deepcopy(base), "other a", **settings)) == first
+    assert weights_identity(lora(deepcopy(base), "a", **settings | {"lora_alpha": 8})) != first
+    both.merge_adapter()
+    merged = weights_identity(both)
+    both.base_model.disable_adapter_layers()  # the next pass takes it out of the weights again
+    between = weights_identity(both)
+    assert len({none, first, second, merged, between}) == 5
+
+
+class Scaled(nn.Module):
+    """An adapter of somebody's own."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.down, self.scale, self.enabled = linear, nn.Linear(64, 2), 1.0, True
+
+
+def test_factors_and_switches_of_modules_of_others_count() -> None:
+    model = make_model("llama")
+    model.model.layers[0].mlp.up_proj = adapter = Scaled(model.model.layers[0].mlp.up_proj)
+    found = {weights_identity(model)}
+    for adapter.scale, adapter.enabled in ((0.5, True), (0.5, False)):
+        found.add(weights_identity(model))
+    assert len(found) == 3
+    assert weights_identity(model.train()) in found
+
+
+def test_quantized_and_tied_weights_and_those_that_are_not_loaded() -> None:
+    model = make_model("llama", tie_word_embeddings=True)
+    other = deepcopy(model)
+    other.model.layers[1].mlp.up_proj.weight.data.neg_()
+    for x in (model, other):
+        quantize_(x, Int8WeightOnlyConfig())
+    assert weights_identity(model) == weights_identity(deepcopy(model)) != weights_identity(other)
+    assert weights_identity(make_model("llama").to("meta")) != weights_identity(
+        make_model("llama", num_hidden_layers=2).to("meta")
+    )
+
+
+@pytest.fixture
+def adapted() -> Any:
+    """A loaded chat model with adapters a and b, of which a is active."""
+    loaded = load(make_model("llama", vocab_size=300, max_position_embeddings=2048))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return replace(loaded, model=lora(loaded.model, "a", "b"), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("other", ["b", None])
+def test_a_context_of_one_adapter_is_used_for_no_other_in_the_same_session(
+    adapted: Any, tmp_path: Path, other: str | None
+) -> None:
+    path, model = tmp_path / "a.safetensors", adapted.model
+    with kvcli.attach(model, **SETTINGS) as session, torch.inference_mode():
+        cache = session.new_cache()
+        model(IDS, **with_cache(cache))
+        cache.save(path, IDS)
+        assert session.load_cache(path).get_seq_length() == 40
+        with model.disable_adapter() if other is None else nullcontext(model.set_adapter(other)):
+            with pytest.raises(CacheError, match=r"other adapters \(LoRA\) are active"):
+                session.load_cache(path)
+            with pytest.raises(CacheError, match="active adapters have changed"):
+                cache.save(path)
+        model.set_adapter("a")
+        assert session.load_cache(path).get_seq_length() == 40
+
+
+def test_a_document_is_of_the_adapter_that_it_was_made_with(adapted: Any, tmp_path: Path) -> None:
+    sampling, text = kvcli.SamplingConfig(6), "Some words about nothing. " * 8
+    for store in (None, tmp_path / "contexts"):
+        with kvcli.attach(adapted, **SETTINGS) as session:
+            books, answers = dict[str, kvcli.Document](), dict[str, str]()
+            for name in ("a", "b"):
+                adapted.model.set_adapter(name)
+                books[name] = kvcli.Document(adapted, session, text, store=store)
+                answers[name] = books[name].ask("What?", sampling).text
+            assert books["b"].reused_tokens == 0
+            assert answers["a"] != answers["b"]
+            with pytest.raises(CacheError, match=r"other adapters \(LoRA\) are active; make another one"):
+                books["a"].ask("What?", sampling)
+            adapted.model.set_adapter("a")
+            assert books["a"].ask("What?", sampling).text == answers["a"]
+
+
+def test_a_conversation_is_read_again_for_another_adapter(adapted: Any) -> None:
+    said: list[str] = []
+    with kvcli.attach(adapted, **SETTINGS) as session:
+        talk = Conversation(adapted, session, kvcli.SamplingConfig(5), say=said.append)
+        talk.reply("Hello")
+        adapted.model.set_adapter("b")
+        assert talk.reply("Again").reused_tokens == 0
+        assert talk.reply("Again").reused_tokens > 0
+    assert len(said) == 1
+    assert "adapters have changed" in said[0]
+
+
+def test_prefixes_of_one_adapter_are_used_for_no_other(adapted: Any, tmp_path: Path) -> None:
+    ids = IDS.repeat(1, 9)
+    with kvcli.attach(adapted.model, "rtn-4") as session:
+        prefixes = Prefixes(session, adapted.tokenizer, ContextStore(tmp_path / "contexts"), None, 2**30, print)
+        sources = []
+        for name in ("a", "a", "b", "b", "a"):
+            adapted.model.set_adapter(name)
+            prefixes.keep(prefix := prefixes.read(ids, "", True, lambda count: None))
+            sources.append(prefix.source)
+        prefixes.close()
+    assert sources == ["none", "hot", "none", "hot", "hot"]
