@@ -202,6 +202,8 @@ class CompressedCache(Cache):
             return "layers of other kinds than full attention cannot take part in steps; choose passes"
         if len(self._seam.devices) > 1:
             return "layers on several devices cannot take part in steps; choose passes"
+        if self.sequences.rope.switch is not None:
+            return "rotations that depend on the length of a text cannot take part in steps; choose passes"
         return None
 
     def __bool__(self) -> bool:
