@@ -132,10 +132,12 @@ class Rope:
         switch: the longest text that has the angles of short ones, where those of longer ones differ (longrope, arXiv
             2402.13753; dynamic NTK scaling); None: angles do not depend on the length of a text.
         length: of the text whose angles these are; None: not known yet, or of no importance.
+        axes: how many equal positions the module takes of each token (M-RoPE); 0: one, without an axis for it.
     """
 
     switch: int | None = None
     length: int | None = None
+    axes = 0
 
     def __init__(self, module: nn.Module, layout: Layout = "halves", arguments: tuple[Any, ...] = ()) -> None:
         self.module, self.layout, self.arguments = module, layout, arguments
@@ -187,12 +189,15 @@ class Rope:
     def output(self, like: Tensor, positions: Tensor) -> Any:
         """What the module returns at integer positions [batch, time], with the angles of a text of `length`."""
         if self.length is None or self.switch is None:
-            return self.module(like, positions, *self.arguments)
+            return self._called(like, positions)
         if self.length <= self.switch:  # tables of kernels end beyond the last token
-            return self.module(like, positions.clamp(max=self.switch - 1), *self.arguments)
-        last = torch.full_like(positions[:, :1], self.switch)
-        x = self.module(like, torch.cat((positions, last), dim=1), *self.arguments)
+            return self._called(like, positions.clamp(max=self.switch - 1))
+        x = self._called(like, torch.cat((positions, torch.full_like(positions[:, :1], self.switch)), dim=1))
         return x[:, :-1] if isinstance(x, Tensor) else tuple(y[:, :-1] for y in x)
+
+    def _called(self, like: Tensor, positions: Tensor) -> Any:
+        positions = positions.expand(self.axes, -1, -1) if self.axes else positions
+        return self.module(like, positions, *self.arguments)
 
 
 class NoRope(Rope):

@@ -32,12 +32,14 @@ class RotaryCall:
         positions: int64 [batch or 1, time].
         arguments: other arguments than a tensor and positions.
         output: what it returned.
+        axes: as of `Rope`.
     """
 
     module: nn.Module
     positions: Tensor
     arguments: tuple[Any, ...]
     output: Any
+    axes: int = 0
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> RotaryCall | None:
@@ -57,7 +59,8 @@ class RotaryCall:
     def of_text(self) -> RotaryCall:
         """The same with positions [batch or 1, time], if those of time, height and width (M-RoPE) are equal."""
         x = self.positions
-        return replace(self, positions=x[0]) if x.dim() == 3 and bool((x == x[:1]).all()) else self
+        same = x.dim() == 3 and bool((x == x[:1]).all())
+        return replace(self, positions=x[0], axes=len(x)) if same else self
 
     def rope(self) -> Rope | None:
         """The rotation, if its angles depend on the positions alone and a second call returns the same."""
@@ -65,7 +68,7 @@ class RotaryCall:
             return None
         layout = _layout(self.output)
         rope = Rope(self.module, layout, self.arguments)
-        rope.switch = self.switch
+        rope.switch, rope.axes = self.switch, self.axes
         dtype = (self.output if layout == "complex" else self.output[0]).real.dtype
         again = rope.for_length(1).rotation(self.positions, dtype)
         # accelerate moves what a module is given to its device, and leaves what it returns there
@@ -109,7 +112,7 @@ class RotaryCall:
         """
         module, like, positions = _copied(self.module).to("cpu"), torch.empty(0), self.positions.cpu()
         positions = torch.cat((positions, torch.full_like(positions[:, :1], length - 1)), dim=1)
-        output = module(like, positions, *self.arguments)
+        output = module(like, positions.expand(self.axes, -1, -1) if self.axes else positions, *self.arguments)
         return tuple(x[:, :-1] for x in ((output,) if isinstance(output, Tensor) else output))
 
 
