@@ -44,7 +44,7 @@ FAST = (
 """Paths in `tests/`. `tests/test_fast.py` says how many cases and seconds they may have."""
 
 SLOWER = re.compile(
-    r"test_import_patches_nothing|test_help_loads_nothing|test_misused_flags"
+    r"test_import_patches_nothing|test_help_loads_nothing|test_misused_flags|before_torch|what_the_probe_finds"
     r"|test_methods_cache.py::TestRegistry.*\[(?!rtn|kivi|klt|commvq)"
 )
 """Tests of these files that do not take part: they start processes, or run a model for each of the other methods."""
