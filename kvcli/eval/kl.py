@@ -172,7 +172,7 @@ def quality_table(records: Records, options: TokenOptions) -> DataTable:
                 "KL p99": f"{record['kl_p99']:.3f}",
                 "flips %": f"{100 * record['flips']:.2f}",
                 "perplexity": _perplexity(record["perplexity"]),
-                "cache / fp16": f"1/{memory['whole_ratio']:.2f}",
+                "cache / fp16": f"1/{memory.get('whole_ratio', memory['ratio']):.2f}",
             }
         )
     reference = _perplexity(records[0]["reference_perplexity"])
