@@ -39,7 +39,7 @@ def answered(loaded: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPa
             return tokens[: next(ends, limit)], new_cache()
 
         monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
-        monkeypatch.setattr(type(options), "documents", lambda self: texts)
+        monkeypatch.setattr(type(options), "documents", lambda *_: texts)
         prepared = module.prepare(options, loaded, [REFERENCE], Output(quiet=True))
         asked = prepared.protocol["prompts"]
         (row,) = prepared.rows

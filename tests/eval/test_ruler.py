@@ -134,7 +134,7 @@ def test_replies_end_with_the_last_right_answer_or_the_tasks_limit(
         return tokens[: next(ends, limit)], new_cache()
 
     monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
-    monkeypatch.setattr(RulerOptions, "documents", lambda self: TEXTS)
+    monkeypatch.setattr(RulerOptions, "documents", lambda *_: TEXTS)
     prepared = ruler.prepare(options, loaded, [REFERENCE], Output(quiet=True))
     asked = prepared.protocol["prompts"]
     (row,) = prepared.rows
