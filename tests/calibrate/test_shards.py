@@ -95,7 +95,7 @@ def test_progress_reaches_its_total_whatever_is_there_already(tmp_path: Path, sh
             next(tmp_path.glob("fisher*")).unlink()
         done.clear()
         collect(loaded, SEQUENCES, CONFIG, tmp_path, {}, shard=shard, advance=done.append)
-        assert sum(done) == total
+        assert sum(done) == (0 if left == "nothing" else total)  # of a complete recording, that it is one is said
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/", "a/b", "-1/2", "1/2/3", "1.0/2"])
