@@ -60,4 +60,7 @@ def test_attention_functions_of_the_user_are_refused() -> None:
 @pytest.mark.parametrize("name", POSITIONS)
 def test_only_rotations_in_proportion_to_positions_are_ours(name: str) -> None:
     assert not any(layer.own_rotation for layer in probe(make_model("llama")).layers)
-    assert all(layer.own_rotation for layer in probe(with_positions(name)).layers)
+    found = probe(with_positions(name))
+    of_two_lengths = name == "dependent on length"  # whose angles are in proportion to positions in either
+    assert {layer.own_rotation for layer in found.layers} == {not of_two_lengths}
+    assert found.rope.switch == (16 if of_two_lengths else None)
