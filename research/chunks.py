@@ -69,9 +69,9 @@ def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
         stock_ms = median_ms(stock, partial(read, stock))
         with open_session(model, case, options.impl, options.seed) as session:
             session.warmup(options.batch_size, chunk=options.chunk)
-            cache = session.new_cache()
+            cache = session.new_cache(total)
             pass_ms = median_ms(cache, partial(read, cache))
-            cache = session.new_cache()
+            cache = session.new_cache(total)
             with closing(session.chunks(cache, options.chunk, total - options.prompt_tokens)) as read_chunk:
                 ms = median_ms(cache, read_chunk)
                 mode, impl = read_chunk.mode, session.backend.impl

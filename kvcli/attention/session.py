@@ -143,11 +143,13 @@ class Session:
             CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
-        lengths = max(context.snapshot.counts.lengths), (self.rope.switch or 0) + 1  # or those of a longer text
-        reasons = {length: self.identity(length).difference(context.identity) for length in lengths}
-        length = next((length for length, reason in reasons.items() if reason is None), None)
-        if length is None:
-            raise CacheError(f"{context.name} was made {next(iter(reasons.values()))}")
+        length, switch = max(context.snapshot.counts.lengths), self.rope.switch
+        reason = self.identity(length).difference(context.identity)
+        if reason is not None and switch is not None and length <= switch:  # it may be the beginning of a longer text
+            length = switch + 1
+            reason = self.identity(length).difference(context.identity)
+        if reason is not None:
+            raise CacheError(f"{context.name} was made {reason}")
         try:
             context.snapshot.check(self.model.dtype)
             ids = context.input_ids
@@ -375,7 +377,9 @@ class Session:
             # Phi-3's own generate drops its cache where a text grows over this length
             limit, dropped = getattr(self.model.config, "original_max_position_embeddings", None), ""
             if limit is not None:
-                dropped = f"; it drops the cache where a text grows over {limit} tokens: session.generate reads it anew"
+                dropped = (
+                    f"; its generate drops the cache where a text grows over {limit} tokens: session.generate does not"
+                )
             raise CacheError(
                 f"while a model is attached, pass {CACHE_ARGUMENT}=session.new_cache() to it, a new one to each call "
                 f"of generate or of a pipeline, or use_cache=False{dropped}"

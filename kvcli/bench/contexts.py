@@ -103,8 +103,10 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
 
     model, device, chunk = session.model, ids.device, options.prefill_chunk
     context, last = ids[:, :-1], ids[:, -1:]
-    cache = session.new_cache()
+    cache = session.new_cache(ids.shape[1])
     prefill_logits(model, cache, context, chunk)
+
+    other_bytes = cache.memory().other_bytes
 
     def write(cache: CompressedCache) -> tuple[float, ...]:
         path.unlink(missing_ok=True)
@@ -114,7 +116,7 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
 
     def read_prompt() -> tuple[float, ...]:
         started = synchronized_time(device)
-        prefill_logits(model, session.new_cache(), ids, chunk).argmax(-1)
+        prefill_logits(model, session.new_cache(ids.shape[1]), ids, chunk).argmax(-1)
         return (synchronized_time(device) - started,)
 
     def load() -> tuple[float, ...]:
@@ -134,7 +136,8 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
         raise NoFigures(replace(row, status="mismatch", note=note))
     (prefill_ms,) = percentiles_ms(read_prompt, options.repeats)
     load_ms, load_token_ms = percentiles_ms(load, options.repeats)
-    file_bytes, fp16_bytes = path.stat().st_size, row.context * session.spec.fp16_bytes_per_token()
+    file_bytes = path.stat().st_size
+    fp16_bytes = row.context * session.spec.fp16_bytes_per_token() + other_bytes
     return row.plus(
         file_bytes=file_bytes,
         file_bits=16 * file_bytes / fp16_bytes,

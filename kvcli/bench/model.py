@@ -144,7 +144,8 @@ def run_model(
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    cache = DynamicCache(config=model.config) if session is None else session.new_cache()
+    total = ids.shape[1] + new_tokens
+    cache = DynamicCache(config=model.config) if session is None else session.new_cache(total)
     started = synchronized_time(device)
     length = chunk_length(chunk, *ids.shape)
     middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0

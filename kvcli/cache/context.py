@@ -113,8 +113,8 @@ class ContextRecord(Sealed):
 
     @property
     def fp16_bytes(self) -> int:
-        """Bytes of its tokens uncompressed in 16 bits."""
-        return 2 * self.num_tokens * self.values_per_token
+        """Bytes of its tokens uncompressed in 16 bits, and of the states of other layers as they are."""
+        return 2 * self.num_tokens * self.values_per_token + self.bytes_of.get("others", 0)
 
     @property
     def bits(self) -> tuple[float, float]:

@@ -25,6 +25,11 @@ class EndOfPass:
     slots: int
     tensors: dict[str, Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(x.nbytes for x in self.tensors.values())
+
     def added_to(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot, of as many slots, with the states; it cannot be cut then."""
         if not self.tensors:

@@ -145,6 +145,7 @@ class Target:
             stored = store.put(context, name=name, overwrite=options.overwrite, max_bytes=self.max_bytes)
             num_bytes, new_bytes, evicted = stored.record.nbytes, stored.new_bytes, stored.evicted
         memory = cache.memory()
+        fp16_bytes = memory.fp16_bytes + memory.other_bytes
         return {
             "context": name,
             "reused_tokens": match.num_tokens if match else 0,
@@ -156,8 +157,8 @@ class Target:
             "write_s": time.perf_counter() - read,
             "tokens": memory.num_tokens,
             "file_bytes": num_bytes,
-            "fp16_bytes": memory.fp16_bytes,
-            "file_bits": 16 * num_bytes / memory.fp16_bytes,
+            "fp16_bytes": fp16_bytes,
+            "file_bits": 16 * num_bytes / fp16_bytes,
             "true_bits": memory.true_bits,
             "smaller_than_fp16_from": smaller_from(session, memory),
             "memory": memory.to_dict(),

@@ -59,7 +59,8 @@ class RotaryCall:
     def of_text(self) -> RotaryCall:
         """The same with positions [batch or 1, time], if those of time, height and width (M-RoPE) are equal."""
         x = self.positions
-        same = x.dim() == 3 and bool((x == x[:1]).all())
+        # those of a text are one tensor, expanded, for which a GPU need not be asked
+        same = x.dim() == 3 and (x.stride(0) == 0 or bool((x == x[:1]).all()))
         return replace(self, positions=x[0], axes=len(x)) if same else self
 
     def rope(self) -> Rope | None:

@@ -153,7 +153,8 @@ class Prefixes:
         changed = prefix.cache.sequences.rope.frequencies() != prefix.identity.rope  # all was read anew
         if not self.reusable or not prefix.flushed or changed:
             return
-        prefix.used, prefix.nbytes = time.monotonic(), prefix.cache.memory().allocated_bytes
+        memory, states = prefix.cache.memory(), 0 if prefix.end is None else prefix.end.nbytes
+        prefix.used, prefix.nbytes = time.monotonic(), memory.allocated_bytes + memory.other_bytes + states
         self.hot.append(prefix)
         self.hot.sort(key=lambda x: -x.used)
         total = 0

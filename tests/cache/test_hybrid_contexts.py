@@ -49,6 +49,10 @@ def test_a_store_gives_the_whole_of_a_context_and_no_part(family: str, tmp_path:
         match = store.find(ids[0], session.identity())
         assert match is not None
         assert (match.num_tokens, match.is_whole) == (40, True)
+        states = [x for name, x in cache.snapshot().tensors.items() if name.startswith("others.")]
+        assert sum(x.nbytes for x in states if x.dim()) == cache.memory().other_bytes
+        uncompressed = cache.memory().fp16_bytes + sum(x.nbytes for x in states)
+        assert match.context.record.fp16_bytes == uncompressed
         other = torch.cat((ids[:, :36], some_tokens(20, seed=2)), dim=1)
         assert store.find(other[0], session.identity()) is None
         with pytest.raises(CacheError, match="keep a state of the whole text"):
