@@ -177,3 +177,12 @@ def test_prefixes_of_one_adapter_are_used_for_no_other(adapted: Any, tmp_path: P
             sources.append(prefix.source)
         prefixes.close()
     assert sources == ["none", "hot", "none", "hot", "hot"]
+
+
+def test_the_identity_that_stored_contexts_have_stays() -> None:
+    """They are refused where it is another one."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
+    with torch.no_grad():
+        for x in model.parameters():
+            x.copy_(torch.arange(x.numel()).view_as(x))
+    assert weights_identity(model) == "dcb2426c7f320f1a9551a16810d6526b"

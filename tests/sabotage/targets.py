@@ -136,8 +136,22 @@ SEEN: dict[str, str] = {
     "kvcli.methods.commvq.allocate:allocate": "methods/test_allocate.py",
     # cache and attention
     "kvcli.cache.window:write_slots": "cache " + CACHE,
+    "kvcli.rope:Rope.for_length": "seam/test_rope_by_length.py",
+    "kvcli.rope:Rope.changes": "seam/test_rope_by_length.py",
+    "kvcli.cache.sequences:Sequences.begin": "seam/test_rope_by_length.py",
+    "kvcli.cache.sequences:Sequences.one_pass": "seam/test_rope_by_length.py",
+    "kvcli.cache.sequences:Sequences.changes_within": "seam/test_rope_by_length.py",
+    "kvcli.cache.others:states_of": "cache/test_hybrid_contexts.py",
+    "kvcli.cache.others:take_states": "cache/test_hybrid_contexts.py",
+    "kvcli.cache.others:fill": "cache/test_hybrid_contexts.py",
+    "kvcli.cache.compressed:CompressedCache.end_of_pass": "cache/test_hybrid_contexts.py",
+    "kvcli.models.weights:weights_identity": "cache/test_weights.py",
     "kvcli.cache.compressed:CompressedCache.memory": "faults/test_cache_copies.py " + CACHE,
     # models and commands
+    "kvcli.models.load:end_tokens": "models/test_models.py",
+    "kvcli.models.checkpoint:read_gguf": "faults/test_models_gguf.py",
+    "kvcli.calibrate.rows:read_rows": "calibrate/test_corpus.py",
+    "kvcli.commands.options:parse_yaml": "faults/test_cli_inputs.py",
     "kvcli.models.hub:check_model_name": "faults/test_models_loading.py::test_a_folder_that_does_not_exist",
 }
 """Those of which both sabotages were seen to be noticed: every run of the tests takes a few, others every day."""
