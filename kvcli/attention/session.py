@@ -24,6 +24,7 @@ from kvcli.attention.generation import (
     NextToken,
     SamplingConfig,
     SamplingKeywords,
+    decoding_threads,
     prefill,
     sampling_of,
     stop_tokens,
@@ -301,7 +302,8 @@ class Session:
             return prefill(self.model, cache, torch.cat((input_ids, made), dim=1), mask, prefill_chunk)
 
         try:
-            decoder.run(logits, attention_mask, on_tokens, read_again)
+            with decoding_threads(self.model):
+                decoder.run(logits, attention_mask, on_tokens, read_again)
         except LogitsNotFinite:
             again = partial(backbone(self.model), input_ids=input_ids, **with_cache(self.new_cache()))
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None

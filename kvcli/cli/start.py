@@ -17,7 +17,7 @@ def main() -> None:
     try:
         catch_signals()
         _open_streams()
-        _prepare_long(sys.argv[1:])
+        _prepare_threads(sys.argv[1:])
         from kvcli.cli.app import run_command_line
 
         code = run_command_line()
@@ -43,17 +43,20 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _prepare_long(arguments: list[str]) -> None:
-    """Sets PyTorch up for commands that compute for minutes: large pages, and threads that sleep soon.
+def _prepare_threads(arguments: list[str]) -> None:
+    """Sets PyTorch up before it is imported: threads that sleep while they wait, or soon, and large pages.
 
-    The system zeroes each page of a large tensor anew. Threads that spin while they wait slow what they wait for where
-    two cores are threads of one; decoding has more to lose from waking them than to gain.
+    Threads that spin take the processor from other programs, and from those that they wait for where two cores are
+    threads of one. Commands that compute for minutes wake them too often to let them sleep at once; the system zeroes
+    each page of their large tensors anew.
     """
-    if not arguments or not arguments[0].startswith(_LONG):
-        return
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB on Linux
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # some tens of microseconds
+    spinning = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    if arguments and arguments[0].startswith(_LONG):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB on Linux
+        if not spinning:
+            os.environ["GOMP_SPINCOUNT"] = "1000"  # some tens of microseconds
+    elif not spinning:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def _last_resort(error: BaseException) -> int:

@@ -94,13 +94,15 @@ LARGE = {"THP_MEM_ALLOC_ENABLE": "1"}
         ("fit", {}, {**LARGE, "GOMP_SPINCOUNT": "1000"}),
         ("demo", {"GOMP_SPINCOUNT": "7"}, LARGE),
         ("calibrate", {"OMP_WAIT_POLICY": "active"}, LARGE),
-        ("generate", {}, {}),
+        ("generate", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("generate", {"OMP_WAIT_POLICY": "active"}, {}),
+        ("ask", {"GOMP_SPINCOUNT": "7"}, {}),
     ],
 )
-def test_long_commands_are_prepared(monkeypatch: Any, command: str, environment: Any, added: dict[str, str]) -> None:
+def test_threads_are_prepared(monkeypatch: Any, command: str, environment: Any, added: dict[str, str]) -> None:
     changed = dict(environment)
     monkeypatch.setattr(os, "environ", changed)
-    start._prepare_long([command, "--seed", "1"])
+    start._prepare_threads([command, "--seed", "1"])
     assert changed == {**environment, **added}
 
 
