@@ -65,6 +65,7 @@ class ModelSpec:
         layer_indices: what the model calls the layers; (): all of its layers are of full attention.
         other_layers: layers of other kinds (sliding window, linear attention, convolution), which keep their own cache.
         unrotated: layers whose queries and keys are not rotated, in a model that rotates others.
+        latent: whether layers cache latents (MLA): a key that all heads share, and as its value the latent.
 
     Raises:
         ValueError: a shape that no such model has.
@@ -83,6 +84,7 @@ class ModelSpec:
     layer_indices: tuple[int, ...] = ()
     other_layers: int = 0
     unrotated: tuple[int, ...] = ()
+    latent: bool = False
 
     __pydantic_config__ = _EXACT_FIELDS
 
@@ -118,6 +120,11 @@ class ModelSpec:
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     @property
+    def kv_width(self) -> int:
+        """Channels of keys and values of all kv heads together."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    @property
     def model_layers(self) -> int:
         """Layers of the model, of every kind."""
         return self.num_layers + self.other_layers
@@ -138,11 +145,11 @@ class ModelSpec:
 
     def fp16_bytes_per_token(self) -> int:
         """Bytes that keys and values of one token take in 16 bits, over all layers of full attention."""
-        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim) * 2
+        return self.num_layers * self.kv_width * 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The specification as plain JSON values."""
-        return asdict(self)
+        """The specification as plain JSON values; of models without latents as before there were any."""
+        return {name: value for name, value in asdict(self).items() if name != "latent" or value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
@@ -167,8 +174,7 @@ class ModelSpec:
                     places.setdefault(kind, []).append(str(layer_idx))
                 have = "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in places.items())
                 raise UnsupportedModelError(f"no layer attends to the whole context: this model has {have}")
-            if getattr(config, "kv_lora_rank", None):
-                raise UnsupportedModelError("it caches latents of keys and values (MLA), which are not compressed")
+            latent = bool(rank := getattr(config, "kv_lora_rank", None))
             if getattr(config, "num_kv_shared_layers", None):
                 raise UnsupportedModelError("layers that attend to what another one caches are not compressed")
             by_layer = getattr(config, "per_layer_config", None)
@@ -176,6 +182,8 @@ class ModelSpec:
             num_heads = sizes.num_attention_heads
             head_dim = getattr(sizes, "head_dim", None) or config.hidden_size // num_heads
             value_head_dim = getattr(sizes, "v_head_dim", None) or head_dim
+            if latent:
+                head_dim, value_head_dim = config.qk_rope_head_dim, rank
             unrotated: tuple[int, ...] = ()  # indices among the layers of full attention
             declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it in vain
             if declared and config.position_embedding_type != "rope":
@@ -187,13 +195,14 @@ class ModelSpec:
                 **general_fields(config),
                 num_layers=len(full),
                 num_heads=num_heads,
-                num_kv_heads=getattr(sizes, "num_key_value_heads", None) or num_heads,
+                num_kv_heads=1 if latent else getattr(sizes, "num_key_value_heads", None) or num_heads,
                 head_dim=head_dim,
                 rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim),
                 value_head_dim=None if value_head_dim == head_dim else value_head_dim,
                 layer_indices=full if len(full) < len(kinds) else (),
                 other_layers=len(kinds) - len(full),
                 unrotated=unrotated if rotates else (),
+                latent=latent,
             )
         except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
             raise UnsupportedModelError(f"the model's config cannot be used: {error}") from error

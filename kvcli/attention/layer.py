@@ -50,14 +50,17 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
                 observed = forward.window.read_new(store.keys, query.shape[2])
             else:
                 observed = rotation.apply(new.key - codec.offset)
-            store.observe(query if codec.key.query_space == "pre_rope" else rotated, observed, forward)
+            queries = query if codec.key.query_space == "pre_rope" else rotated
+            store.observe(queries[..., : new.key.shape[3]], observed, forward)  # of latents, those of the shared key
     # attend
     if forward.counts.is_first and call.layer.is_plain:
         key, value = (forward.window.read_new(x, query.shape[2]) for x in (store.keys, store.values))
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
-        output = sdpa(rotated, key, value, new_mask, call.scaling)
+        output = sdpa(rotated, *call.layer.expanded(key, value), new_mask, call.scaling)
     else:
-        output = _attend_window_and_codes(store, rotated, forward, backend, call)
+        rows = call.layer.absorbed(rotated, store.keys, store.values)
+        output = _attend_window_and_codes(store, rows, forward, backend, call)
+        output = call.layer.projected(output, query, store.keys)
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush

@@ -32,13 +32,16 @@ def partial_attention(
 
     Args:
         query: [batch, num_heads, query_len, head_dim].
-        key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
+        key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query; keys that are narrower end with the
+            values (`kvcli.seam.latent`).
         visible: None, or boolean [batch or 1, 1 or query_len, kv_len].
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
     batch, num_heads, query_len, _ = query.shape
     kv_heads = key.shape[1]
     block = max(1, _SCORE_ELEMENTS // max(1, batch * num_heads * key.shape[2]))
+    if key.shape[-1] < query.shape[-1]:
+        key = torch.cat((key, value), dim=-1)
     key, value = key.float().transpose(-1, -2), value.float()
     parts = []
     for start in range(0, query_len, block):
@@ -157,7 +160,7 @@ def attend_codes(
             key_codes, value_codes = encoded.codes(start, stop, masked=True)
         visible = encoded.visible(start, stop)
         visible = None if visible is None else visible[:, None]
-        if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
+        if rows.shape[2] * rows.shape[3] > _FEW_ROWS or codec.key.spec.latent:
             key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
             value = codec.value.decode(value_codes, None)
             part = partial_attention(query, key, value, visible, scaling, soft_cap)

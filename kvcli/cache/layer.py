@@ -247,6 +247,8 @@ class CompressedLayer(CacheLayerMixin):
         if not self.seam.current.is_running:
             raise CacheError(OTHER_MODEL)
         self.is_initialized = True
+        if self.attention.latent:  # transformers takes the latent for the key
+            key_states, value_states = value_states, key_states
         if self.attention.channels != "halves":
             key_states = self.attention.in_order(key_states)
         return NewTokens(self, key_states, value_states), value_states

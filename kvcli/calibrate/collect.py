@@ -211,7 +211,7 @@ class _SampleRecorder:
                 self.tensors[f"layers.{layer_idx}.key_bias"] = bias.cpu()
             self._keep(layer_idx, "v", value)
             if self.query_sequences:
-                self._keep(layer_idx, "q", query[: self.query_sequences])
+                self._keep(layer_idx, "q", query[: self.query_sequences, ..., : key.shape[-1]])
         if layer_idx == self.stop - 1:
             raise _WindowDone
         return call.exact()

@@ -105,7 +105,7 @@ class CollectConfig:
 
     def windows(self, spec: ModelSpec) -> list[tuple[int, int]]:
         """Half-open ranges of layers, one per pass."""
-        per_layer = self.batch_size * self.seq_len * 2 * (2 * spec.kv_dim + spec.num_heads * spec.head_dim)
+        per_layer = self.batch_size * self.seq_len * 2 * (spec.kv_width + spec.num_heads * spec.head_dim)
         size = self.layer_window or max(1, _PART_BYTES // per_layer)
         return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
 
@@ -119,5 +119,5 @@ class CollectConfig:
         """Bytes of samples on disk, 16 bits per value."""
         sequences = self.sequences(shard)
         queries = len(range(sequences.start, min(sequences.stop, self.query_sequences)))
-        values = 2 * spec.kv_dim * len(sequences) + spec.num_heads * spec.head_dim * queries
+        values = spec.kv_width * len(sequences) + spec.num_heads * spec.head_dim * queries
         return 2 * spec.num_layers * self.seq_len * values

@@ -72,8 +72,10 @@ class Recording:
             layers = [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(spec.num_layers)]
         except (OSError, SafetensorError, KeyError) as error:
             raise SamplesError(f"{path} cannot be read ({error}); {RESUME}") from error
-        shape = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
-        if any(x.shape != shape or x.dtype != torch.float32 or not x.isfinite().all() for x in chain(*layers)):
+        widths = [spec.value_dim if name.startswith("value") else spec.head_dim for name in names]
+        shapes = [(spec.num_kv_heads, width, width) for width in widths] * spec.num_layers
+        found = zip(chain(*layers), shapes, strict=True)
+        if any(x.shape != shape or x.dtype != torch.float32 or not x.isfinite().all() for x, shape in found):
             raise SamplesError(f"{path} has tensors of another shape or dtype, or not finite ones; {_RECORD_AGAIN}")
         return [LayerFisher(*layer) for layer in layers]
 
@@ -154,16 +156,20 @@ class _LayerReader:
         self.paths, self.layer_idx, self.seq_len = paths, layer_idx, manifest.seq_len
         self.part_tokens = manifest.batch_size * manifest.seq_len
         self.key_bias: Tensor | None = None
-        spec, keys = manifest.spec, (manifest.spec.num_kv_heads, manifest.num_tokens)
-        kinds = {"k": keys, "v": keys, "q": (spec.num_heads, manifest.query_sequences * self.seq_len)}
+        spec, tokens = manifest.spec, manifest.num_tokens
+        kinds = {
+            "k": (spec.num_kv_heads, tokens, spec.head_dim),
+            "v": (spec.num_kv_heads, tokens, spec.value_dim),
+            "q": (spec.num_heads, manifest.query_sequences * self.seq_len, spec.head_dim),
+        }
         for part, path in enumerate(paths):
             try:
                 with safe_open(path, framework="pt") as handle:
-                    for kind, (heads, num_tokens) in kinds.items():
+                    for kind, (heads, num_tokens, width) in kinds.items():
                         if (tokens := min(self.part_tokens, num_tokens - part * self.part_tokens)) <= 0:
                             continue
                         x = handle.get_slice(f"layers.{layer_idx}.{kind}")
-                        if x.get_shape() != (shape := [heads, tokens, spec.head_dim]):
+                        if x.get_shape() != (shape := [heads, tokens, width]):
                             raise SamplesError(f"{path} has {kind} of another shape than {shape}; {_RECORD_AGAIN}")
                         if x.get_dtype() not in ("F16", "BF16"):
                             wrong = f"{path} has samples that are neither float16 nor bfloat16"

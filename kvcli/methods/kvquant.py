@@ -215,9 +215,9 @@ def _fit(
     inside = torch.ones_like(unit, dtype=torch.bool).scatter(-1, outliers, False)
     weight = span[..., 1:].float().square().expand_as(unit)
     value.levels.copy_(weighted_levels(unit[inside], weight[inside], len(value.levels)))
-    weights = sensitivity.diag_embed(), torch.ones_like(sensitivity).diag_embed()
     keys, values = (x.first(_ERROR_TOKENS) for x in (heldout.keys, heldout.values))
-    errors = relative_error(key, keys, weights[0]), relative_error(value, values, weights[1])
+    even = torch.eye(values.shape[-1], device=values.device).expand(len(values), -1, -1)
+    errors = relative_error(key, keys, sensitivity.diag_embed()), relative_error(value, values, even)
     return FitReport(dict(zip(("key_error", "value_error"), errors, strict=True)))
 
 

@@ -136,9 +136,11 @@ def _fit(
         `value_error`: of each head, sum |v_hat - v|^2 / sum |v|^2 on held-out values.
 
     Raises:
-        ConfigError: a recording without queries.
+        ConfigError: a recording without queries, or latents: queries of the shared key do not say what is attended to.
     """
     key, value = codec.key, codec.value
+    if key.spec.latent:
+        raise ConfigError("oscar is fitted to outputs of attention, which recordings of latents (MLA) do not give")
     if train.query_rotation is None or not train.q.shape[1]:
         raise ConfigError("the rotations come from recorded queries; calibrate with --query-tokens above 0")
     queries = train.rotated_queries().float().unflatten(0, (key.spec.num_kv_heads, -1))
@@ -157,7 +159,7 @@ def _fit(
         )
     keys = rotated_keys(without_bias(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
     values = heldout.values.first(_ERROR_TOKENS)
-    unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
+    unweighted = torch.eye(values.shape[-1], device=keys.device).expand_as(of_values)
     return FitReport(
         {"key_error": relative_error(key, keys, of_keys), "value_error": relative_error(value, values, unweighted)}
     )
@@ -213,7 +215,7 @@ def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
     with_queries = sequence <= (queries.shape[2] - 1) // seq_len
     sequence, positions, tokens = sequence[with_queries], positions[with_queries], tokens[with_queries.cpu()]
     keys, values = rotated_keys(samples, tokens), samples.values.at(tokens).float()
-    covariance = torch.zeros_like(queries[:, 0, 0, :, None] * queries[:, 0, 0, None, :])
+    covariance = values.new_zeros(len(values), values.shape[-1], values.shape[-1])
     for start in range(0, queries.shape[2], _QUERY_BLOCK):
         block = queries[:, :, start : start + _QUERY_BLOCK]
         at = torch.arange(start, start + block.shape[2], device=block.device)

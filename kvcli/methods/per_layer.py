@@ -23,17 +23,14 @@ def make_codec(method: Method, spec: ModelSpec, config: CacheConfig, layer_idx: 
         codec.key = plain.key if "k_bits" in exact else codec.key
         codec.value = plain.value if "v_bits" in exact else codec.value
         codec.plain = True
+    if spec.value_dim != spec.head_dim:
+        codec.value = make_codec(method, spec.for_values(), config, layer_idx).value
     return codec
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec[Any, Any]]:
     """The unfitted codecs of all layers; ConfigError for settings that do not fit the shapes."""
     try:
-        codecs = [make_codec(method, spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
-        if spec.value_dim != spec.head_dim:
-            values = spec.for_values()
-            for layer_idx, codec in enumerate(codecs):
-                codec.value = make_codec(method, values, config, layer_idx).value
-        return codecs
+        return [make_codec(method, spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
     except ValueError as error:
         raise ConfigError(f"{method.name}: {error}") from error

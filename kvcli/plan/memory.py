@@ -109,7 +109,7 @@ class PlannedModel:
             if kind in ("k_proj", "v_proj"):
                 layer_idx = next((part for part in place.split(".") if part.isdecimal()), "")
                 widths[layer_idx] = widths.get(layer_idx, 0) + module.out_features
-        shared = self.spec.num_kv_heads * (self.spec.head_dim + self.spec.value_dim)  # of projections in one
+        shared = self.spec.kv_width  # of projections in one
         return [
             (layer.sliding_window - 1, widths.get(str(layer_idx), shared))
             for layer_idx, layer in enumerate(layers)
@@ -126,7 +126,9 @@ class PlannedModel:
         experts = getattr(config, "num_experts_per_tok", None) or 0
         mlp += experts * ((getattr(config, "moe_intermediate_size", None) or mlp) + hidden)
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * (spec.head_dim + spec.value_dim)
-        encoding = 12 * 4 * spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+        if spec.latent:  # keys and values of all heads
+            heads += spec.num_heads * (2 * (spec.head_dim + config.qk_nope_head_dim) + config.v_head_dim)
+        encoding = 12 * 4 * spec.kv_width
         return max(size * (3 * mlp + 4 * hidden), size * (2 * heads + 4 * hidden) + encoding, (2 * size + 12) * hidden)
 
     @cached_property
@@ -155,7 +157,6 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
     attend to codes, the reference keeps scores in float32. Layers of other kinds than attention are not counted.
     """
     spec, size, count = planned.spec, planned.dtype.itemsize, batch * tokens
-    kv_width = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
     total = count * (planned.token_bytes + 8) + 3 * 4 * batch * spec.vocab_size
     if planned.windows:  # transformers makes a mask of all pairs of tokens, and cut windows keep their whole storage
         total += count * context * (2 + size) + count * size * sum(width for _, width in planned.windows)
@@ -163,7 +164,7 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
         total += 4 * size * count * context * spec.num_heads
     if tokens < context:
         earlier = min(context, _BLOCK_TOKENS)
-        total += 2 * _DECODED_BYTES if fused else 3 * 4 * batch * earlier * kv_width
+        total += 2 * _DECODED_BYTES if fused else 3 * 4 * batch * earlier * spec.kv_width
         total += 3 * 4 * count * spec.num_heads * (spec.head_dim if fused else earlier)
         total += 3 * 4 * batch * context * spec.rope.rotary_dim  # cosines and sines of all codes, while they are made
     return total
@@ -300,10 +301,10 @@ def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int
     """
     spec, sequences = planned.spec, config.sequences(None)
     fisher = any(row in sequences for row in config.fisher_rows)
-    matrices = len(fields(LayerFisher)) * spec.num_layers * spec.num_kv_heads * spec.head_dim**2
-    kv_width = spec.kv_dim + spec.num_kv_heads * spec.value_dim
+    widths = (spec.value_dim if field.name.startswith("value") else spec.head_dim for field in fields(LayerFisher))
+    matrices = spec.num_layers * spec.num_kv_heads * sum(width**2 for width in widths)
     count, (start, stop) = config.batch_size * config.seq_len, config.windows(spec)[0]
-    recorded = 3 * 2 * (stop - start) * count * (kv_width + spec.num_heads * spec.head_dim)
+    recorded = 3 * 2 * (stop - start) * count * (spec.kv_width + spec.num_heads * spec.head_dim)
     peak = pass_bound(planned, config.seq_len, config.seq_len, config.batch_size, fused=False) + recorded
     if fisher:
         length = min(config.seq_len, FISHER_SEQ_LEN)
@@ -312,7 +313,7 @@ def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int
         saved = 5 * layers * length * planned.token_bytes // 4
         saved += 2 * len(planned.windows) * spec.num_heads * length**2 * planned.dtype.itemsize
         logits = 4 * 4 * max(spec.vocab_size, min(LOGITS, spec.vocab_size * min(length, LOGIT_TOKENS)))
-        peak = max(peak, saved + scores + logits + 2 * 8 * matrices + 8 * length * kv_width * layers)
+        peak = max(peak, saved + scores + logits + 2 * 8 * matrices + 8 * length * spec.kv_width * layers)
     on_gpu = planned.device.type != "cpu"
     return {
         "tokens": len(sequences) * config.seq_len,

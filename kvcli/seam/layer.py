@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.rope import Rotation
+from kvcli.seam.latent import absorbed, expanded, projected
 from kvcli.seam.sdpa import plain_attention, sdpa
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,6 +36,7 @@ class LayerAttention:
         own_rotation: whether the model rotates by itself, in a way that is not understood.
         soft_cap: of the scores, if they are capped.
         has_sinks: whether logits of sinks take their share of every softmax.
+        latent: whether values are latents, of which the rest of each head's keys and values is made (MLA).
     """
 
     layer_idx: int
@@ -45,6 +47,7 @@ class LayerAttention:
     own_rotation: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
+    latent: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerAttention:
         """The record itself: its module belongs to the model, of which copies of a cache share everything."""
@@ -54,6 +57,18 @@ class LayerAttention:
     def is_plain(self) -> bool:
         """Whether scores are products of queries and keys, and nothing else."""
         return self.soft_cap is None and not self.has_sinks
+
+    def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads, from what is cached [batch, num_kv_heads, time, head_dim or value_dim]."""
+        return expanded(self.module, key, value) if self.latent else (key, value)
+
+    def absorbed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries of keys that end with the values, where these are latents."""
+        return absorbed(self.module, query, key.shape[-1], value.shape[-1]) if self.latent else query
+
+    def projected(self, output: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Outputs [batch, query_len, num_heads, value_dim] of the heads, from sums of latents."""
+        return projected(self.module, output, query.shape[-1] - key.shape[-1]) if self.latent else output
 
     def in_order(self, x: Tensor) -> Tensor:
         """Queries or keys [..., head_dim] with their channels in the order of `kvcli.rope`."""
@@ -82,7 +97,8 @@ class AttentionCall:
     """One call of a layer's attention.
 
     Attributes:
-        query: before RoPE, in the order of `kvcli.rope`, [batch, num_heads, query_len, head_dim].
+        query: before RoPE, in the order of `kvcli.rope`, [batch, num_heads, query_len, head_dim]; of latents with the
+            channels of a head's own keys after them.
         key: what the cache's `update` returned; without a cache [batch, num_kv_heads, query_len, head_dim].
         value: the same with the width of values.
         mask: None, or boolean [batch or 1, 1, query_len, slots].
@@ -109,9 +125,10 @@ class AttentionCall:
         query, key = self.query, self.key
         if self.layer.rotated:
             query, key = (self.rotation.apply(x).to(x.dtype) for x in (query, key))
+        key, value = self.layer.expanded(key, self.value)
         if self.layer.is_plain:
-            return sdpa(query, key, self.value, self.mask, self.scaling)
-        return plain_attention(query, key, self.value, self.mask, self.scaling, self.layer.soft_cap, self.sinks)
+            return sdpa(query, key, value, self.mask, self.scaling)
+        return plain_attention(query, key, value, self.mask, self.scaling, self.layer.soft_cap, self.sinks)
 
 
 AttendFunction = Callable[[AttentionCall], Tensor]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kvcli.errors import UnsupportedModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder
-from kvcli.seam.layer import LayerAttention
+from kvcli.seam.latent import has_latents
+from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.spec import NO_ROPE, ModelSpec, layer_kinds
 
 ATTENTION_NAME = "kvcli"
@@ -103,14 +104,17 @@ def attention_of_config(model: nn.Module) -> ModelAttention:
         modules.append(module)
         if kind not in _WINDOWED:
             full.append(module)
+    if spec.latent and not all(map(has_latents, full)):
+        raise UnsupportedModelError("this transformers caches keys and values of all heads in place of latents (MLA)")
     rotary: Any = getattr(find_decoder(model), "rotary_emb", None)
     rotated = rotary is not None and spec.rope.rope_type != NO_ROPE
     rope: Rope = NoRope(spec.rope.rotary_dim, torch.device("meta"))
     if rotated:
         by_layers = "layer_type" in inspect.signature(rotary.forward).parameters
         rope = Rope(rotary, arguments=("full_attention",) if by_layers else ())
+    order: ChannelOrder = "last halves" if spec.latent else "halves"
     layers = tuple(
-        LayerAttention(layer_idx, module, rotated=rotated, rotary_dim=spec.rope.rotary_dim)
+        LayerAttention(layer_idx, module, rotated, order, rotary_dim=spec.rope.rotary_dim, latent=spec.latent)
         for layer_idx, module in enumerate(full)
     )
     return ModelAttention(layers, tuple(modules), rope, spec, config._attn_implementation)

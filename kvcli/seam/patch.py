@@ -22,6 +22,7 @@ from kvcli.errors import ModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
 from kvcli.seam.identity import Shortcut
+from kvcli.seam.latent import cache_latents, expand_again
 from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput, untraced
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.probe import probe
@@ -114,6 +115,9 @@ class Seam:
             replace_module(self.model, self.rope.module, self._rotary)
         for module in attention.modules:
             setattr(module, _ATTRIBUTE, (self, attention.layer_of(module)))
+        for layer in attention.layers:
+            if layer.latent:
+                cache_latents(layer.module)
         self._text.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
@@ -141,6 +145,9 @@ class Seam:
             self._generator = None
         if self._rotary is not None:
             replace_module(self.model, self._rotary, self._rotary.inner)
+        for layer in self.attention.layers:
+            if layer.latent:
+                expand_again(layer.module)
         for module in self.attention.modules:
             delattr(module, _ATTRIBUTE)
         self._text.set_attn_implementation(self.attention.implementation)

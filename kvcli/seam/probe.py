@@ -190,7 +190,7 @@ class _Probe:
         indices = [int(x.layer.module.layer_idx) for x in layers]  # type: ignore[arg-type]
         if indices != sorted(set(indices)):
             raise NotUnderstood(f"its layers attend in the order {indices}")
-        if len({x.shape for x in layers}) > 1:
+        if len({(x.shape, x.layer.latent) for x in layers}) > 1:
             raise NotUnderstood("its layers of full attention have different shapes")
         ropes = {id(x.rope): x.rope for x in layers if x.rope is not None}
         if len(ropes) > 1 or len({x.layer.channels for x in layers if x.layer.rotated}) > 1:
@@ -210,6 +210,7 @@ class _Probe:
                 layer_indices=tuple(indices) if len(indices) < total else (),
                 other_layers=total - len(layers),
                 unrotated=tuple(x.layer.layer_idx for x in layers if rotated and not x.layer.rotated),
+                latent=layers[0].layer.latent,
             )
         except (ValueError, AttributeError) as error:
             raise NotUnderstood(one_line(error)) from error

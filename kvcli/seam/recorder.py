@@ -51,15 +51,18 @@ class ProbeTokens:
 
 
 class ProbeLayer(CacheLayerMixin):
-    """A cache layer that keeps keys and values and returns them as our cache does."""
+    """A cache layer that keeps keys and values and returns them as our cache does; latents as values."""
 
     is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.latent = False
         self.tokens: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.latent:
+            key_states, value_states = value_states, key_states
         self.tokens.append((key_states, value_states))
         key, value = (torch.cat(x, dim=2) for x in zip(*self.tokens, strict=True))
         return ProbeTokens(key, value, value_states), value_states

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcli.rope import Rope
+from kvcli.seam.latent import cache_latents, expand_again, has_latents
 from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.seam.recorder import (
     FAILURES,
@@ -80,19 +81,23 @@ class LayerProbe:
                 reasons.append(str(error))
             else:
                 rope = self._rope(call) if layer.rotated else None
-                shape = (stock.query.shape[1], stock.key.shape[1], stock.query.shape[3], stock.value.shape[3])
+                key, value = self.cache.layers[module.layer_idx].tokens[-1]
+                shape = (stock.query.shape[1], key.shape[1], key.shape[3], value.shape[3])
                 switch = None if call is None else call.switch
                 self.layers[module] = LayerResult(layer, rope, switch, shape, stock.scaling)
                 return
         raise NotUnderstood(f"{name}: {reasons[-1]}")
 
-    def _candidates(self, module: nn.Module, stock: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
+    def _candidates(self, module: Any, stock: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
         """The ways in which a layer may attend, the most useful first."""
         sinks, cap = stock.options.get("s_aux"), stock.options.get("softcap")
         if sinks is not None and sinks.shape != stock.query.shape[1:2]:
             raise NotUnderstood(f"{module_name(self.recorder.model, module)} has sinks of shape {list(sinks.shape)}")
         soft_cap = None if cap is None else float(cap)
         layer = LayerAttention(len(self.layers), module, rotated=False, soft_cap=soft_cap, has_sinks=sinks is not None)
+        if has_latents(module):
+            # the channels of the key that heads share are the last ones of theirs, rotated or not
+            layer = replace(layer, latent=True, channels="last halves", rotary_dim=module.qk_rope_head_dim)
         if (rope := self._rope(call)) is not None:
             dim = 2 * len(rope.inv_freq)
             for order in get_args(ChannelOrder) if dim <= stock.query.shape[3] else ():
@@ -121,8 +126,10 @@ class LayerProbe:
             return x
 
         cached: list[Any] = self.cache.layers[layer.module.layer_idx].tokens
-        before = len(cached)
+        before, self.cache.layers[layer.module.layer_idx].latent = len(cached), layer.latent
         self.recorder.again = lambda call: self._attend(layer, rotary, call, stock)
+        if layer.latent:
+            cache_latents(layer.module)
         try:
             again = layer.module.forward(*map(swapped, args), **{name: swapped(x) for name, x in kwargs.items()})
             if len(cached) != before + 1:
@@ -141,6 +148,8 @@ class LayerProbe:
             raise NotUnderstood(f"its keys and values cannot be taken from a cache ({one_line(error)})") from error
         finally:
             self.recorder.again = None
+            if layer.latent:
+                expand_again(layer.module)
 
     def _attend(
         self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, stock: RecordedCall
@@ -156,7 +165,7 @@ class LayerProbe:
         causal = causal_mask(query_len, kv_len, call.query.device)
         if call.mask is not None and not torch.equal(call.mask.expand(1, 1, -1, -1)[0, 0], causal):
             raise NotUnderstood("its mask is not causal")
-        query, key = layer.in_order(call.query), layer.in_order(call.key.key)
+        query, key, value = layer.in_order(call.query), layer.in_order(call.key.key), call.key.value
         if layer.rotated and rotary is not None and (rope := self._rope(rotary)) is not None:
             positions = torch.arange(kv_len, device=query.device).unsqueeze(0)
             if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
@@ -165,10 +174,12 @@ class LayerProbe:
             query = rotation.last(query_len).apply(query.float()).to(query.dtype)
             key = rotation.apply(key.float()).to(key.dtype)
         # rounding apart, the model's own rotated queries and keys are these
-        for x, theirs in ((query, stock.query), (key, stock.key)):
+        for x, theirs in ((query, stock.query), (layer.expanded(key, value)[0], stock.key)):
             self.check(x, layer.in_order(theirs), "its rotation of queries and keys is not understood")
-        sinks = call.options.get("s_aux")
-        ours = plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
+        sinks, all_of_key = call.options.get("s_aux"), torch.cat((key, value), dim=-1) if layer.latent else key
+        rows = layer.absorbed(query, key, value)
+        ours = plain_attention(rows, all_of_key, value, None, call.scaling, layer.soft_cap, sinks)
+        ours = layer.projected(ours, query, key)
         output: Tensor = stock.output[0]
         self.check(ours, output, "its attention differs from ours by {}")
         # what follows in the module may quantize it, which makes steps of differences that are rounding

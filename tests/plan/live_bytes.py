@@ -88,8 +88,8 @@ class _Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
-            batch, heads, time, width = args[0].shape
-            return args[0].new_empty(batch, time, heads, width).transpose(1, 2)
+            batch, heads, time, _ = args[0].shape
+            return args[0].new_empty(batch, time, heads, args[2].shape[-1]).transpose(1, 2)
         if func is torch._grouped_mm and args[0].is_meta:
             # on the meta device only bfloat16 is taken; what one expert returns of all rows has the same shape
             return args[0] @ args[1][0]

@@ -66,6 +66,12 @@ def test_values_of_another_width_than_keys() -> None:
     assert memory_after(make("mimo_v2_flash", v_head_dim=8), 200) == plan.memory(200, 1, batch=2)
 
 
+def test_latents() -> None:
+    plan = planned(tiny_config("deepseek_v3"))
+    assert memory_after(make("deepseek_v3"), 200) == plan.memory(200, 1, batch=2)
+    check_bound(plan, 2048)
+
+
 def check_bound(plan: MethodPlan, tokens: int) -> None:
     """A prompt in one pass and a chunk after it take no more than the bound, and not less than a fifth of it."""
     model: Any = plan.planned.empty

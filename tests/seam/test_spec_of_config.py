@@ -57,7 +57,10 @@ def test_a_config_says_what_we_rotate(
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
-    [("deepseek_v3", {}, "latents"), ("gemma3n_text", {"num_kv_shared_layers": 2}, "what another one caches")],
+    [
+        ("deepseek_v32", {}, "indexed_attention"),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}, "what another one caches"),
+    ],
 )
 def test_sizes_are_not_told_of_caches_that_are_not_keys_and_values(
     family: str, changes: dict[str, Any], reason: str

@@ -59,7 +59,8 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         tiles = [tile_rotation(angles * (index not in spec.unrotated)) for index in range(spec.num_layers)]
         keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
         values = _weighted([_value_transform(x.value_unweighted, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
-        moved = int(min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits) * len(keys)) / len(keys)
+        most = 0.0 if spec.latent else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
+        moved = int(most * len(keys)) / len(keys)
         shares = [share(keys, config.bits - moved, *groups), share(values, config.bits + moved, *groups)]
     fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
@@ -111,7 +112,7 @@ def _fit(
     means, covariances = zip(*(_moments(x) for x in (train.keys, train.values)), strict=True)
     if fisher is None:
         queries = train.q.float().unflatten(0, (spec.num_kv_heads, -1))
-        even = torch.eye(spec.head_dim, device=queries.device).expand(spec.num_kv_heads, -1, -1)
+        even = torch.eye(spec.value_dim, device=queries.device).expand(spec.num_kv_heads, -1, -1)
         scores = torch.einsum("hgtc,hgtd->hcd", queries, queries)
         fisher = LayerFisher(scores, scores, covariances[0], even, even, covariances[1])
     rotated = tile.at_each_position(means[0][None, :, None])  # the mean key at each position of a tile
