@@ -72,15 +72,15 @@ def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("structured", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "changes"),
+    ("head_dim", "changes", "structured"),
     [
-        (64, {}),
-        (80, {"bits": 1}),
-        (80, {"bits": 1, "metric": True}),
-        (96, {"value_code_bits": 150}),
-        (16, {"value_sweeps": 0, "metric": True}),
+        (64, {}, False),
+        (80, {"bits": 1}, False),
+        (80, {"bits": 1, "metric": True}, True),
+        (96, {"value_code_bits": 150}, True),
+        (16, {"value_sweeps": 0, "metric": True}, False),
+        (16, {"value_sweeps": 0, "metric": True}, True),
     ],
 )
 def test_commvq_values(head_dim: int, changes: dict[str, Any], structured: bool) -> None:

@@ -41,21 +41,20 @@ def decoded_keys(codec: LayerCodec, codes: Any, state: Any, rotation: Rotation, 
 
 
 COMMVQ_KEYS = [
-    # head_dim, batch, length, bits, offset, settings
-    (128, 1, 65, 1, False, {}),
-    (64, 3, 64, 2, True, {"key_norm": "per_head"}),
-    (80, 1, 63, 1, True, {}),
-    (96, 3, 17, 1, False, {"pairs_per_group": 16}),
-    (128, 1, 1, 1, True, {"pairs_per_group": 2, "codebook_size": 256, "num_residuals": 3}),
-    (64, 1, 5, 1, False, {"num_residuals": 37, "codebook_size": 2}),
-    (64, 2, 33, 1, True, {"value_groups": 3}),
+    # head_dim, batch, length, bits, offset, dtype, settings
+    *[(128, 1, 65, 1, False, dtype, {}) for dtype in DTYPES],
+    (64, 3, 64, 2, True, torch.float16, {"key_norm": "per_head"}),
+    (80, 1, 63, 1, True, torch.bfloat16, {}),
+    (96, 3, 17, 1, False, torch.float32, {"pairs_per_group": 16}),
+    (128, 1, 1, 1, True, torch.float16, {"pairs_per_group": 2, "codebook_size": 256, "num_residuals": 3}),
+    (64, 1, 5, 1, False, torch.float32, {"num_residuals": 37, "codebook_size": 2}),
+    (64, 2, 33, 1, True, torch.bfloat16, {"value_groups": 3}),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", COMMVQ_KEYS, ids=lambda case: "-".join(map(str, case)))
-def test_commvq_keys(case: Any, dtype: torch.dtype) -> None:
-    head_dim, batch, length, bits, offset, settings = case
+def test_commvq_keys(case: Any) -> None:
+    head_dim, batch, length, bits, offset, dtype, settings = case
     torch.manual_seed(0)
     _, codec = make_codec(f"commvq-{bits}", 6, 3, head_dim, **settings)
     assert supports_keys(codec.key.parts[0] if isinstance(codec.key, KeyGroups) else codec.key)
