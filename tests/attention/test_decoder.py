@@ -96,16 +96,16 @@ def test_steps_make_the_tokens_of_transformers(
     name: str, batch: int, length: int, padded: bool, steps: list[int]
 ) -> None:
     """Also after short prompts, first by passes until every row holds codes; and passes go on from what steps left."""
-    ids, mask = prompts(batch, length, padded)
+    (ids, mask), count = prompts(batch, length, padded), 74 - length  # until steps are made anew
     with attached(name) as session:
-        expected, expected_cache = by_transformers(session, ids, 50, attention_mask=mask)
-        made = make(session, ids, mask, 50)
+        expected, expected_cache = by_transformers(session, ids, count, attention_mask=mask)
+        made = make(session, ids, mask, count)
         assert len(steps) >= 2
         assert torch.equal(made.sequences, expected)
         assert made.cache.memory().num_tokens == expected_cache.memory().num_tokens
         assert made.cache.memory().code_bytes == expected_cache.memory().code_bytes
         if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, 55), value=1)
+            mask = torch.nn.functional.pad(mask, (0, count + 5), value=1)
         positions = None if mask is None else (mask.cumsum(1) - 1)[:, -6:]
         chunk = torch.cat((expected[:, -1:], torch.randint(3, 97, (batch, 5))), dim=1)
         assert_same_logits(chunk, made.cache, expected_cache, attention_mask=mask, position_ids=positions)
