@@ -1,6 +1,6 @@
 """Kernels that a session launches after its warm-up and not in it, a line each; without a GPU, nothing is compiled.
 
-    python tests/attention/launches.py METHOD HEAD_DIM HEADS KV_HEADS BATCH DTYPE
+    python tests/attention/launches.py 'METHOD HEAD_DIM HEADS KV_HEADS BATCH DTYPE' ...
 
 Run it without TRITON_INTERPRET, with `tests/kernels` on the path.
 """
@@ -91,9 +91,10 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
         session.generate(ids, sampling=SamplingConfig(5), mode="passes", eos_token_id=[])
     for name, place in list(launched.items())[known:]:
         print(f"late: {place}: {name}")
-    print(f"{known} kernels launched in the warm-up, {len(launched) - known} after it")
+    print(f"{method}: {known} kernels launched in the warm-up, {len(launched) - known} after it")
 
 
 if __name__ == "__main__":
-    method, *sizes, dtype_name = sys.argv[1:]
-    main(method, [int(size) for size in sizes], getattr(torch, dtype_name))
+    for arguments in sys.argv[1:]:
+        method, *sizes, dtype_name = arguments.split()
+        main(method, [int(size) for size in sizes], getattr(torch, dtype_name))
