@@ -19,6 +19,20 @@ pytest.importorskip("triton")
 
 HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
+WIDE = r"--methods turboquant-3 --head-dim 256 --kernels window_kernels\._attend|turboquant"
+EXACT = "--methods kivi-2 --page-size 128 --shared-only --kernels _full_precision_kernel|_rings"
+QJL = r"--methods qjl --kv-heads 1 --shared-only --kernels \._attend_kernel|_extend_kernel|qjl\.(en|de)code"
+FIT = [
+    # capability, options, some of the kernels that are compiled
+    (86, f"--methods squat-2 qjl commvq-1 --dtype bfloat16 --kernels {HEAVY}", "_extend_kernel window_kernels"),
+    (86, f"--methods kivi-2 --dtype float32 --kernels {HEAVY}", "_extend_kernel window_kernels"),
+    (90, f"{WIDE} --dtype float32", "_attend_kernel _decode_kernel _encode_kernel"),
+    (86, f"{WIDE} --dtype bfloat16", "_attend_kernel _decode_kernel _encode_kernel"),
+    (90, f"{EXACT} --head-dim 128 --dtype float32", "_attend_full_precision _store_full_precision _copy_rings"),
+    (86, f"{EXACT} --head-dim 256 --dtype bfloat16", "_attend_full_precision _store_full_precision _copy_rings"),
+    (86, f"{QJL} --head-dim 256 --dtype float32 --heads 7", "qjl.decode_kernels"),
+    (120, f"{QJL} --head-dim 80 --dtype bfloat16 --heads 16", "qjl.decode_kernels"),
+]
 
 
 def compile_kernels(capability: int, *options: str, script: str = "compiled_kernels.py") -> str:
@@ -32,22 +46,10 @@ def compile_kernels(capability: int, *options: str, script: str = "compiled_kern
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
-    methods = ("squat-2", "qjl", "commvq-1") if dtype == "bfloat16" else ("kivi-2",)
-    printed = compile_kernels(86, "--methods", *methods, "--dtype", dtype, "--kernels", HEAVY)
-    assert "_extend_kernel" in printed
-    assert "window_kernels" in printed
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(("capability", "dtype"), [(90, "float32"), (86, "bfloat16")])
-def test_kernels_of_heads_of_256_channels_fit(capability: int, dtype: str) -> None:
-    """Those of the window, and TurboQuant's, whose rotations are as wide as a head."""
-    kernels = ("--kernels", r"window_kernels\._attend|turboquant")
-    printed = compile_kernels(capability, "--methods", "turboquant-3", "--dtype", dtype, "--head-dim", "256", *kernels)
-    for name in ("_attend_kernel", "_decode_kernel", "_encode_kernel"):
-        assert name in printed
+@pytest.mark.parametrize(("capability", "options", "compiled"), FIT)
+def test_kernels_fit_into_shared_memory(capability: int, options: str, compiled: str) -> None:
+    printed = compile_kernels(capability, *options.split())
+    assert [name for name in compiled.split() if name not in printed] == []
 
 
 @pytest.mark.kernels
@@ -83,15 +85,6 @@ def test_codes_in_pages_reach_tensor_cores_without_shared_memory(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("capability", "head_dim", "dtype"), [(90, 128, "float32"), (86, 256, "bfloat16")])
-def test_kernels_of_exact_tokens_of_engines_fit(capability: int, head_dim: int, dtype: str) -> None:
-    shape = ("--head-dim", str(head_dim), "--dtype", dtype, "--page-size", "128", "--methods", "kivi-2")
-    printed = compile_kernels(capability, *shape, "--kernels", "_full_precision_kernel|_rings", "--shared-only")
-    for name in ("_attend_full_precision_kernel", "_store_full_precision_kernel", "_copy_rings_kernel"):
-        assert name in printed
-
-
-@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes half an hour; set KVCLI_COMPILE_ALL")
 @pytest.mark.timeout(3600)
@@ -99,16 +92,6 @@ def test_kernels_of_exact_tokens_of_engines_fit(capability: int, head_dim: int, 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "bfloat16"), (64, "bfloat16"), (128, "float32")])
 def test_all_kernels_fit(capability: int, head_dim: int, dtype: str) -> None:
     compile_kernels(capability, "--head-dim", str(head_dim), "--dtype", dtype)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "dtype", "heads"), [(86, 256, "float32", 7), (120, 80, "bfloat16", 16)]
-)
-def test_heads_of_other_sizes_fit(capability: int, head_dim: int, dtype: str, heads: int) -> None:
-    shape = ("--head-dim", str(head_dim), "--dtype", dtype, "--heads", str(heads), "--kv-heads", "1", "--shared-only")
-    kernels = r"\._attend_kernel|_extend_kernel|qjl\.(en|de)code"
-    assert "qjl.decode_kernels" in compile_kernels(capability, "--methods", "qjl", "--kernels", kernels, *shape)
 
 
 @pytest.mark.kernels

@@ -1,13 +1,10 @@
-"""Without a GPU, kernels run in Triton's interpreter; Triton reads this once, so import this module first.
-
-The interpreter repeats itself: what it does once here took two thirds of its time.
-"""
+"""Without a GPU, kernels run in Triton's interpreter; Triton reads this once, so import this module first."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -15,7 +12,7 @@ import torch
 
 
 def remember() -> None:
-    """Patches of Triton's language, types and shapes are made once, not at every call, operation and tensor."""
+    """Patches of the language, types and shapes are made once: at each call and tensor, they took most of the time."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -41,6 +38,5 @@ def remember() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
 
 
-if not torch.cuda.is_available() and os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
-    with suppress(ModuleNotFoundError):
-        remember()
+if not torch.cuda.is_available() and os.environ.setdefault("TRITON_INTERPRET", "1") == "1" and find_spec("triton"):
+    remember()
