@@ -238,7 +238,8 @@ def layer_kinds(config: Any) -> list[str]:
     if kinds:
         return kinds
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return [_FULL if window is None else "sliding_attention"] * config.num_hidden_layers
+    kind, crossed = _FULL if window is None else "sliding_attention", getattr(config, "cross_attention_layers", ())
+    return ["cross_attention" if i in crossed else kind for i in range(config.num_hidden_layers)]
 
 
 def rope_spec(config: Any, head_dim: int) -> RopeSpec:

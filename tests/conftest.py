@@ -69,10 +69,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests whose name speaks of kernels as `kernels`, and those of `FAST` as `fast`; slow ones come first, so
-    that no worker ends with one. All sabotages run only where they are asked for: `-m sabotage`.
+    that no worker ends with one. All sabotages and cells of the matrix run only where they are asked for.
     """
-    if "sabotage" not in config.option.markexpr:
-        items[:] = [item for item in items if item.get_closest_marker("sabotage") is None]
+    unasked = {"sabotage", "matrix"} - {*config.option.markexpr.split()}
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, unasked))]
     for item in items:
         if re.search(r"kernels|(?<!re)fused", item.nodeid):
             item.add_marker("kernels")

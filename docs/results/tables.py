@@ -75,6 +75,25 @@ def faults(name: str) -> str:
     return markdown(["fault", "what happens"], rows)
 
 
+def types(name: str) -> str:
+    """What is compressed of tiny models of every type, and what is refused."""
+    rows, alike = records(name), dict[tuple[str, str], list[str]]()
+    for x in rows:
+        refused = "; ".join(f"{verb}: {why}" for verb, why in x["refused"].items())
+        alike.setdefault((x["what"], refused), []).append(f"`{x['type']}`")
+    works = [x for x in rows if "right" in x]
+    right, refused, wrong = (sum(len(x[kind]) for x in works) for kind in ("right", "refused", "wrong"))
+    cells, stock = right + refused + wrong, sum(len(x.get("stock", ())) for x in works)
+    by_count = sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
+    about = (
+        f"With transformers {rows[0]['transformers']}, {len(works)} of {len(rows)} types work. Of {cells} cells of "
+        f"these, {100 * right / cells:.1f} % are right,\n{refused} refused and {wrong} wrong; {stock} more fail in "
+        "transformers."
+    )
+    listed = markdown(["compressed", "refused", "types"], [[*key, ", ".join(names)] for key, names in by_count])
+    return f"{about}\n\n{listed}"
+
+
 def by_position(name: str) -> str:
     """KL of the first, second and last part of one long text; means of parts are the units of the records."""
     shown = [(row, [row["units"][part] for part in (0, 1, -1)]) for row in records(name)]
@@ -146,6 +165,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "positions-qwen2.5-coder-1.5b": by_position,
     "shared-memory": shared_memory,
     "commands": commands,
+    "types": types,
     **{f"faults-{section}": faults for section in ("kills", "files")},
 }
 

@@ -13,6 +13,7 @@ from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.chunks import Chunks
@@ -190,9 +191,7 @@ class Session:
     def _identity_since(self, weights: str) -> CacheIdentity:
         """The identity of a cache that was made with these weights; CacheError: the model has others now."""
         if weights != (identity := self.identity()).weights:
-            raise CacheError(
-                "the model's weights or active adapters have changed since this cache was made; read again"
-            )
+            raise CacheError("the model's weights or active adapters changed since this cache was made; read again")
         return identity
 
     def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
@@ -373,6 +372,9 @@ class Session:
         if isinstance(cache, CompressedCache):
             cache.check_session(self._seam)
             rope = cache.sequences.rope
+            if not torch.is_inference_mode_enabled():  # where states that were made inside it cannot be written to
+                for layer in cache.other_layers:
+                    layer.__dict__ |= tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, vars(layer))
             self._seam.current.rope = rope if rope.length is not None else None
         elif cache is not None or call["use_cache"]:
             # Phi-3's own generate drops its cache where a text grows over this length

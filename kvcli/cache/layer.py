@@ -235,6 +235,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, codec: LayerCodec, passes: Passes, seam: Seam, attention: LayerAttention) -> None:
         super().__init__()
+        self.keys = self.values = torch.empty(0)  # a tensor, which models may ask for its size
         self.codec, self.passes, self.seam, self.attention = codec, passes, seam, attention
         self.store: LayerStore | None = None
         self._device_before_offload: torch.device | None = None

@@ -222,9 +222,7 @@ class _SampleRecorder:
         if not bool(samples.isfinite().all()):
             where = f"the {_KINDS[kind]} of layer {layer_idx}"
             if not bool(x.isfinite().all()):
-                raise SamplesError(
-                    f"{where} are not finite; the model's weights may be damaged, or its dtype too narrow"
-                )
+                raise SamplesError(f"{where} are not finite; the weights may be damaged, or their dtype too narrow")
             raise SamplesError(
                 f"{where} reach {float(x.abs().max()):.3g}, more than {self.dtype} holds; use --dtype bfloat16"
             )

@@ -106,9 +106,7 @@ def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
             raise SamplesError(f"{folder} holds a whole recording, not a shard of one")
         index, count = manifest.shard
         if not manifest.complete:
-            raise SamplesError(
-                f"shard {index}/{count} in {folder} is not finished; run the same 'kvcli calibrate' again"
-            )
+            raise SamplesError(f"shard {index}/{count} in {folder} is unfinished; run the same 'kvcli calibrate' again")
         if index in shares:
             raise SamplesError(f"{folder} and {shares[index][0]} both hold shard {index}/{count}")
         shares[index] = folder, manifest
@@ -119,9 +117,7 @@ def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
     for folder, manifest in ordered[1:]:
         ours, theirs = ({**m.values, "shard": m.values["shard"][1:], "parts": 0} for m in (first, manifest))
         if differing := [name for name in ours if theirs.get(name) != ours[name]]:
-            raise SamplesError(
-                f"{folder} and {first_folder} are shards of different recordings: {differing[0]} differs"
-            )
+            raise SamplesError(f"{folder} and {first_folder} are of different recordings: {differing[0]} differs")
     count = first.values["shard"][1]
     if missing := [f"{index}/{count}" for index in range(1, count + 1) if index not in shares]:
         raise SamplesError(f"shard {', '.join(missing)} is missing")

@@ -121,6 +121,7 @@ def longest(
             verdicts[kind] = stored.difference(identity) is None
         length = usable_length(stored.record.counts, stored.record.part_tokens, common)
         length = fit(stored.record.num_tokens, length) if length else 0
+        length = length if length >= max(stored.record.counts.observed) else 0  # a state is of so many tokens
         enough = length >= min(FEWEST_TOKENS, len(wanted)) or length == stored.record.num_tokens
         if not verdicts[kind] or not enough or (length, used, context) <= best_rank:
             return False

@@ -76,8 +76,9 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module without those of its parts."""
-    return dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
+    """Parameters and buffers of a module without those of its parts and tables that are no part of a checkpoint."""
+    own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return {name: x for name, x in own if name not in module._non_persistent_buffers_set}
 
 
 def differs(first: str, second: str) -> str | None:

@@ -30,6 +30,7 @@ from kvcli.models.load import find_config
 from kvcli.models.shapes import SHAPES, naming_shapes, shape_config
 from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
+from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -82,7 +83,8 @@ class PlannedModel:
     @cached_property
     def key_bias(self) -> bool:
         """Whether its key projections have a bias."""
-        projections = (x for name, x in self.empty.named_modules() if name.rpartition(".")[2] == "k_proj")
+        layers = decoder_layers(self.empty)  # towers for images have projections of the same name
+        projections = (x for name, x in layers.named_modules() if name.endswith("k_proj"))
         return any(getattr(x, "bias", None) is not None for x in projections)
 
     @cached_property
@@ -103,16 +105,14 @@ class PlannedModel:
         from transformers.cache_utils import DynamicCache
 
         layers = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
-        widths: dict[str, int] = {}
-        for name, module in self.empty.named_modules():
-            place, _, kind = name.rpartition(".")
-            if kind in ("k_proj", "v_proj"):
-                layer_idx = next((part for part in place.split(".") if part.isdecimal()), "")
-                widths[layer_idx] = widths.get(layer_idx, 0) + module.out_features
+        widths = [
+            sum(x.out_features for name, x in layer.named_modules() if name.endswith(("k_proj", "v_proj")))
+            for layer in decoder_layers(self.empty)
+        ]
         shared = self.spec.kv_width  # of projections in one
         return [
-            (layer.sliding_window - 1, widths.get(str(layer_idx), shared))
-            for layer_idx, layer in enumerate(layers)
+            (layer.sliding_window - 1, width or shared)
+            for layer, width in zip(layers, widths, strict=False)
             if getattr(layer, "sliding_window", None)
         ]
 

@@ -98,7 +98,8 @@ def attention_of_config(model: nn.Module) -> ModelAttention:
     for layer, kind in zip(decoder_layers(model), kinds, strict=True):
         if kind not in ("full_attention", *_WINDOWED):
             continue
-        module = next((part for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None)
+        parts = (part for child in layer.children() for part in reversed([*child.modules()]))
+        module = next((part for part in parts if isinstance(getattr(part, "layer_idx", None), int)), None)
         if module is None:
             raise UnsupportedModelError(f"no part of {type(layer).__name__} is known to attend; it cannot be planned")
         modules.append(module)

@@ -227,9 +227,7 @@ class _Probe:
         if rotating := sum(x.layer.own_rotation for x in layers):
             notes.append(f"{rotating} layers rotate keys in a way of their own: these are compressed after RoPE")
         if rope.switch is not None:
-            notes.append(
-                f"texts of more than {rope.switch} tokens are rotated differently: what grows beyond is read anew"
-            )
+            notes.append(f"texts of over {rope.switch} tokens are rotated otherwise: what grows beyond is read anew")
         return ModelAttention(
             tuple(x.layer for x in layers), tuple(modules), rope, spec, self.implementation, tuple(notes)
         )

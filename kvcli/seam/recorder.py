@@ -15,7 +15,7 @@ from kvcli.errors import ModelError
 from kvcli.seam.rotary import RotaryCall
 from kvcli.seam.sdpa import own_attention
 
-_UNDERSTOOD = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_aux", "sliding_window")
+_KNOWN = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_aux", "sliding_window", "logits_to_keep")
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 """What a model may raise where it does not expect our attention function or cache."""
 
@@ -117,7 +117,7 @@ class Recorder:
             raise NotUnderstood(f"{who} adds a bias to its scores")
         for name, option in options.items():
             # flags, such as use_cache, are passed on from the model's arguments
-            if name not in _UNDERSTOOD and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
+            if name not in _KNOWN and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
                 raise NotUnderstood(f"{who} passes '{name}', which is not understood")
         if isinstance(scaling, Tensor):
             raise NotUnderstood(f"{who} scales its scores by a tensor")

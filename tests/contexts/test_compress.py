@@ -10,8 +10,7 @@ import pytest
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
 from factories import load, make_model
-from families import make
-from passes import assert_equal, ids, mask_of
+from passes import assert_equal, ids
 
 import kvcli
 from kvcli.cache.context import Context
@@ -44,36 +43,6 @@ def test_chunks_are_those_of_passes_and_are_counted_layer_by_layer(tiny_model: A
         assert told[13:] == [18, 5, 5, 6, 0, 1, 1]
         with pytest.raises(UsageError, match="nothing is left to read"):
             compress(session, ids(1, 50), past_key_values=cache)
-
-
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
-WITHOUT_ROPE: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ("gpt2", "opt", "nanochat", "hunyuan_v1_dense")},
-    "llama dynamic": ("llama", DYNAMIC),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_ROPE)
-def test_positions_count_on_from_pass_to_pass(name: str, tmp_path: Any) -> None:
-    """Models whose keys are not rotated by attention that is understood say no positions; fault of their kind."""
-    model_type, changes = WITHOUT_ROPE[name]
-    model, path = make(model_type, **changes), tmp_path / "c.safetensors"
-    with kvcli.attach(model, "rtn-4", residual_length=8, sink_length=2) as session, torch.no_grad():
-        cache = compress(session, ids(1, 50), prefill_chunk=16)
-        assert cache.sequences.positions[0, :50].tolist() == list(range(50))
-        cache.save(path, ids(1, 50))
-        loaded = session.load_cache(path)
-        assert_equal(loaded.snapshot(), cache.snapshot())
-        logits = [model(ids(1, 7), **with_cache(each)).logits for each in (cache, loaded)]
-        assert torch.equal(*logits)
-        padded, mask = session.new_cache(), mask_of(20, 13)
-        for stop in (9, 20):
-            start = padded.get_seq_length()
-            model(ids(2, 20)[:, start:stop], attention_mask=mask[:, :stop], **with_cache(padded))
-        assert [padded.sequences.positions[row, :n].tolist() for row, n in enumerate((20, 13))] == [
-            list(range(20)),
-            list(range(13)),
-        ]
 
 
 def test_what_no_reader_takes_is_not_written(tiny_model: Any, tmp_path: Any) -> None:

@@ -98,12 +98,6 @@ def test_a_document_is_in_memory_once(
     assert max(seen) < 1.2 * size
 
 
-def test_pieces_of_the_answer_are_streamed(made: Any) -> None:
-    pieces: list[str] = []
-    answer = made().ask("Which times?", SAMPLING, write=pieces.append)
-    assert ("".join(pieces), answer.new_tokens) == (answer.text, 12)
-
-
 def test_space_around_a_document_is_no_part_of_it(made: Any) -> None:
     """Templates strip messages."""
     assert torch.equal(made(f"\n {TEXT}\n\n").ids, made().ids)

@@ -44,20 +44,6 @@ def test_tokens_equal_dynamic_cache(
         assert cache.memory().num_encoded > 0  # the codes took part
 
 
-def test_conversation_continues_on_the_same_cache(tiny_model: Any, prompt: Any) -> None:
-    first, second = prompt(5, 17), prompt(9, 4, seed=1)
-
-    def talk(cache: Any) -> torch.Tensor:
-        ids = torch.cat((generate(tiny_model, first, cache), second["input_ids"]), dim=1)
-        replies = torch.ones(2, 24, dtype=torch.long)
-        mask = torch.cat((first["attention_mask"], replies, second["attention_mask"]), dim=1)
-        return generate(tiny_model, {"input_ids": ids, "attention_mask": mask}, cache)
-
-    expected = talk(DynamicCache(config=tiny_model.config))
-    with kvcli.attach(tiny_model, "fp16", **SHORT_WINDOW) as session:
-        assert torch.equal(talk(session.new_cache()), expected)
-
-
 def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
     model = any_model.to(torch.bfloat16)
     pieces = prompt_and_steps(prompt, 12, 31)[:2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 WINDOW = 8
@@ -32,7 +32,8 @@ _SIZES = {
         (32, "kv_lora_rank moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
         (64, "hidden_size n_embd d_model word_embed_proj_dim embedding_size lru_width"),
         (96, "intermediate_size ffn_dim ffn_hidden_size n_inner"),
-        (97, "vocab_size vocab_size_per_layer_input"),
+        (97, "vocab_size"),
+        (300, "vocab_size_per_layer_input"),
         (512, "max_position_embeddings n_positions n_ctx max_seq_len"),
     )
     for name in names.split()
@@ -42,6 +43,7 @@ _SIZES = {
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
 _ALTERNATE: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_GLOBAL: dict[str, Any] = {"global_head_dim": 16, **_ALTERNATE}
 _LATENT_HYBRID: dict[str, Any] = {**_LATENT, "layer_types": _HYBRID}
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
 _NO_WINDOW: dict[str, Any] = {"sliding_window": None}
@@ -65,9 +67,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "gpt_bigcode": {"num_key_value_heads": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": _HYBRID},
-    "gemma4_text": {"global_head_dim": 16, **_ALTERNATE},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GLOBAL),
     "gemma3n_text": {"num_kv_shared_layers": 0, **_ALTERNATE},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hrm_text": {"num_layers_per_stack": 2, "L_cycles": 1, "H_cycles": 1, "num_hidden_layers": 4},
@@ -85,13 +88,21 @@ _ATTENTION = ("q_proj", "k_proj", "qkv", "query_key_value", "Wqkv", "c_attn", "q
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """A small config of a type; hybrids have a layer of full attention."""
-    config_class = CONFIG_MAPPING[model_type]
+    """A small config of a type; hybrids have a layer of full attention. Changes are of its text model."""
+    return _tiny(CONFIG_MAPPING[model_type], changes)
+
+
+def _tiny(config_class: Any, changes: dict[str, Any]) -> Any:
     usual = vars(config_class())
     values = {name: value for name, value in _SIZES.items() if name in {*usual, *config_class.attribute_map}}
     if "layer_types" in usual:
         values["layer_types"] = None
-    return config_class(**{**values, **CHANGES.get(model_type, {}), **changes})
+    for name, kind in config_class.sub_configs.items():
+        if name == "text_config" or usual.get(name) is not None:
+            part = type(usual[name]) if kind is AutoConfig else kind
+            values[name] = _tiny(part, changes if name == "text_config" else {})
+    own = {} if "text_config" in values else changes
+    return config_class(**{**values, **CHANGES.get(config_class.model_type, {}), **own})
 
 
 def make(model_type: str, **changes: Any) -> Any:

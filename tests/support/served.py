@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
+from kvcli.models.load import LoadedModel
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
 from kvcli.serve.engine import Engine
@@ -160,7 +161,7 @@ def serving(
     model: Any = None,
 ) -> Iterator[Served]:
     """A server with boundaries every 16 tokens and buffers of sockets that hold little."""
-    loaded = tiny(model, template)
+    loaded = model if isinstance(model, LoadedModel) else tiny(model, template)
     with kvcli.attach(loaded, method, residual_length=8, sink_length=2, group_size=8) as session:
         kept = None if store is None else ContextStore(store)
         sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
