@@ -79,7 +79,9 @@ def types(name: str) -> str:
     """What is compressed of tiny models of every type, and what is refused."""
     rows, alike = records(name), dict[tuple[str, str], list[str]]()
     for x in rows:
-        refused = "; ".join(f"{verb}: {why}" for verb, why in x["refused"].items())
+        reasons = dict.fromkeys(x["refused"].values())
+        verbs = {why: ", ".join(verb for verb in x["refused"] if x["refused"][verb] == why) for why in reasons}
+        refused = "; ".join(f"{verbs[why]}: {why}" for why in verbs)
         alike.setdefault((x["what"], refused), []).append(f"`{x['type']}`")
     works = [x for x in rows if "right" in x]
     right, refused, wrong = (sum(len(x[kind]) for x in works) for kind in ("right", "refused", "wrong"))

@@ -58,9 +58,11 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
         output = sdpa(rotated, *call.layer.expanded(key, value), new_mask, call.scaling)
     else:
-        rows = call.layer.absorbed(rotated, store.keys, store.values)
-        output = _attend_window_and_codes(store, rows, forward, backend, call)
-        output = call.layer.projected(output, query, store.keys)
+        if call.layer.latent:
+            rotated = call.layer.absorbed(rotated, store.keys, store.values)
+        output = _attend_window_and_codes(store, rotated, forward, backend, call)
+        if call.layer.latent:
+            output = call.layer.projected(output, query, store.keys)
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush

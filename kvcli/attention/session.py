@@ -66,6 +66,7 @@ class Session:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
         backends: of each layer, with its soft cap.
         notes: a line each about what is unusual in how the model attends.
+        forgets: as of `kvcli.seam.model.ModelAttention`.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Session:
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
         device = devices_of_layers(model)[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
-        self.notes = self._seam.attention.notes
+        self.notes, self.forgets = self._seam.attention.notes, self._seam.attention.forgets
         if (spec.latent or spec.value_dim != spec.head_dim) and impl != "reference":
             if impl == "fused":
                 what = f"values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"

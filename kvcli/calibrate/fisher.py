@@ -157,11 +157,11 @@ def _attend(
     distance = at.unsqueeze(1) - at
     visible = distance >= 0 if call.mask is None else call.mask[0, 0]
     coded = (distance >= _WINDOW) & (at >= _SINKS)
-    rotated = call.layer.absorbed(call.rotation.apply(query), key, value)
-    rows = (rotated * call.scaling).unflatten(1, (key.shape[1], -1))
-    keys = [call.rotation.apply(x) for x in (coded_key, key)]
+    rotated, keys = call.rotation.apply(query), [call.rotation.apply(x) for x in (coded_key, key)]
     if call.layer.latent:
+        rotated = call.layer.absorbed(rotated, key, value)
         keys = [torch.cat(pair, dim=-1) for pair in zip(keys, (coded_value, value), strict=True)]
+    rows = (rotated * call.scaling).unflatten(1, (key.shape[1], -1))
     scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, x) for x in keys]
     score = torch.where(coded, scores[0], scores[1]).float()
     if (cap := call.layer.soft_cap) is not None:
@@ -173,7 +173,8 @@ def _attend(
     weights = score.softmax(-1)[..., :time].to(value.dtype)
     output = torch.einsum("bhgqk,bhkd->bqhgd", weights * coded, coded_value)
     output = output + torch.einsum("bhgqk,bhkd->bqhgd", weights * ~coded, value)
-    return call.layer.projected(output.flatten(2, 3), query, key)
+    output = output.flatten(2, 3)
+    return call.layer.projected(output, query, key) if call.layer.latent else output
 
 
 def _gradient_of_sampled(model: Any, states: Tensor, uniform: Tensor) -> Tensor:

@@ -63,12 +63,12 @@ class LayerAttention:
         return expanded(self.module, key, value) if self.latent else (key, value)
 
     def absorbed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries of keys that end with the values, where these are latents."""
-        return absorbed(self.module, query, key.shape[-1], value.shape[-1]) if self.latent else query
+        """Queries of keys that end with the values, which are latents."""
+        return absorbed(self.module, query, key.shape[-1], value.shape[-1])
 
     def projected(self, output: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Outputs [batch, query_len, num_heads, value_dim] of the heads, from sums of latents."""
-        return projected(self.module, output, query.shape[-1] - key.shape[-1]) if self.latent else output
+        return projected(self.module, output, query.shape[-1] - key.shape[-1])
 
     def in_order(self, x: Tensor) -> Tensor:
         """Queries or keys [..., head_dim] with their channels in the order of `kvcli.rope`."""

@@ -35,6 +35,7 @@ class ModelAttention:
         rope: the rotation of keys, of the model's own rotary module or none.
         implementation: the attention implementation that the model was loaded with.
         notes: one line each about what is not as usual.
+        forgets: whether the model's own code takes a pass of several tokens for the beginning of a text.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -43,6 +44,7 @@ class ModelAttention:
     spec: ModelSpec
     implementation: str | None
     notes: tuple[str, ...] = ()
+    forgets: bool = False
     _by_module: dict[int, LayerAttention] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

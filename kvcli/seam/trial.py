@@ -177,9 +177,9 @@ class LayerProbe:
         for x, theirs in ((query, stock.query), (layer.expanded(key, value)[0], stock.key)):
             self.check(x, layer.in_order(theirs), "its rotation of queries and keys is not understood")
         sinks, all_of_key = call.options.get("s_aux"), torch.cat((key, value), dim=-1) if layer.latent else key
-        rows = layer.absorbed(query, key, value)
+        rows = layer.absorbed(query, key, value) if layer.latent else query
         ours = plain_attention(rows, all_of_key, value, None, call.scaling, layer.soft_cap, sinks)
-        ours = layer.projected(ours, query, key)
+        ours = layer.projected(ours, query, key) if layer.latent else ours
         output: Tensor = stock.output[0]
         self.check(ours, output, "its attention differs from ours by {}")
         # what follows in the module may quantize it, which makes steps of differences that are rounding
