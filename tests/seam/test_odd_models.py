@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from factories import WINDOW, make_model
+from families import make
 from odd_models import POSITIONS, REFUSED, RIGHT, with_attention, with_positions
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
@@ -14,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcli
-from kvcli.errors import KvcliError, UnsupportedModelError
+from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 
@@ -64,3 +65,14 @@ def test_only_rotations_in_proportion_to_positions_are_ours(name: str) -> None:
     of_two_lengths = name == "dependent on length"  # whose angles are in proportion to positions in either
     assert {layer.own_rotation for layer in found.layers} == {not of_two_lengths}
     assert found.rope.switch == (16 if of_two_lengths else None)
+
+
+def test_a_model_that_forgets_is_read_in_one_pass() -> None:
+    """Jamba's own code begins anew in a pass of several tokens, without a word."""
+    model = make("jamba")
+    with kvcli.attach(model, "fp16") as session:
+        cache = session.new_cache()
+        logits(model, cache, 20, 1)
+        with pytest.raises(ModelError, match="forgets earlier passes"):
+            logits(model, cache, 2)
+        logits(model, cache, 1)
