@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic
 
 import typer
@@ -97,10 +98,9 @@ def _run(command: Command[OptionsT], flags: dict[str, Any], config: str | None, 
     output.detail(f"options: {options.model_dump(mode='json')}")
     command.run(options, output)
     took = f"took {duration(time.monotonic() - started)}"
-    with suppress(ImportError):  # not every system has it
-        from resource import RUSAGE_SELF, getrusage
-
-        took += f", peak memory {getrusage(RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    with suppress(OSError, StopIteration):  # Linux has it; getrusage's begins with that of the parent process
+        peak = next(x.split()[1] for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+        took += f", peak memory {int(peak) / 2**20:.2f} GiB"
     output.detail(took)
     if not output.as_json and output.following:
         output.say(f"next: {shlex.join(map(str, output.following))}")
