@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -16,9 +15,6 @@ from kvcli.errors import UsageError, suggestion
 from kvcli.models.load import end_tokens
 from kvcli.progress import Advance
 from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
-
-_SMALL = 1024
-"""Hidden size of models whose tokens are made on one thread: measured with 576 on two cores."""
 
 Mode = Literal["passes", "steps", "graphs"]
 """How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
@@ -184,18 +180,6 @@ def prefill(
         ).logits
         advance(stop - start)
     return logits[:, -1]
-
-
-@contextmanager
-def decoding_threads(model: Any) -> Iterator[None]:
-    """One thread of PyTorch's inside the block, if the model is small and on a CPU: a token has too little for more."""
-    before = torch.get_num_threads()
-    if model.device.type == "cpu" and model.config.get_text_config().hidden_size <= _SMALL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:

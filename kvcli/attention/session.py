@@ -13,7 +13,6 @@ from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.chunks import Chunks
@@ -25,7 +24,6 @@ from kvcli.attention.generation import (
     NextToken,
     SamplingConfig,
     SamplingKeywords,
-    decoding_threads,
     prefill,
     sampling_of,
     stop_tokens,
@@ -35,6 +33,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity
 from kvcli.cache.layer import NewTokens
+from kvcli.cache.others import make_writable
 from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.kernels.launch import interpreted
 from kvcli.methods.config import CacheConfig
@@ -66,7 +65,6 @@ class Session:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
         backends: of each layer, with its soft cap.
         notes: a line each about what is unusual in how the model attends.
-        forgets: as of `kvcli.seam.model.ModelAttention`.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Session:
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
         device = devices_of_layers(model)[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
-        self.notes, self.forgets = self._seam.attention.notes, self._seam.attention.forgets
+        self.notes = self._seam.attention.notes
         if (spec.latent or spec.value_dim != spec.head_dim) and impl != "reference":
             if impl == "fused":
                 what = f"values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"
@@ -124,6 +122,10 @@ class Session:
     def true_bits(self) -> float:
         """Stored bits per key or value that is a code, scales and norms included, of all layers of full attention."""
         return fmean(bits for codec in self.codecs for bits in codec.bits)
+
+    def check_later_passes(self) -> None:
+        """Raises ModelError where a text cannot be read in several passes (`ModelAttention.drops_state`)."""
+        self._seam.attention.check_later_passes()
 
     def new_cache(self, length: int | None = None) -> CompressedCache:
         """An empty cache, for one call of `generate` or the passes over one batch.
@@ -192,7 +194,7 @@ class Session:
     def _identity_since(self, weights: str) -> CacheIdentity:
         """The identity of a cache that was made with these weights; CacheError: the model has others now."""
         if weights != (identity := self.identity()).weights:
-            raise CacheError("the model's weights or active adapters changed since this cache was made; read again")
+            raise CacheError("the model's weights or active adapters have changed since the cache was made; read again")
         return identity
 
     def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
@@ -301,8 +303,7 @@ class Session:
             return prefill(self.model, cache, torch.cat((input_ids, made), dim=1), mask, prefill_chunk)
 
         try:
-            with decoding_threads(self.model):
-                decoder.run(logits, attention_mask, on_tokens, read_again)
+            decoder.run(logits, attention_mask, on_tokens, read_again)
         except LogitsNotFinite:
             again = partial(backbone(self.model), input_ids=input_ids, **with_cache(self.new_cache()))
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
@@ -373,9 +374,8 @@ class Session:
         if isinstance(cache, CompressedCache):
             cache.check_session(self._seam)
             rope = cache.sequences.rope
-            if not torch.is_inference_mode_enabled():  # where states that were made inside it cannot be written to
-                for layer in cache.other_layers:
-                    layer.__dict__ |= tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, vars(layer))
+            if not torch.is_inference_mode_enabled():
+                make_writable(cache.other_layers)
             self._seam.current.rope = rope if rope.length is not None else None
         elif cache is not None or call["use_cache"]:
             # Phi-3's own generate drops its cache where a text grows over this length

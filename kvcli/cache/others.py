@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
@@ -76,6 +77,13 @@ def fill(layer: Any, states: Mapping[str, Tensor], rows: int, device: torch.devi
     for name, value in _values(layer):
         if isinstance(value, Tensor) and name in vars(layer):
             setattr(layer, name, value.to(device))
+
+
+def make_writable(layers: Sequence[Any]) -> None:
+    """Copies states that were made in inference mode, outside which they cannot be written to."""
+    for layer in layers:
+        if any(isinstance(x, Tensor) and x.is_inference() for _, x in _values(layer)):
+            layer.__dict__ |= tree_map_only(Tensor, torch.clone, vars(layer))
 
 
 def _values(layer: Any) -> Iterator[tuple[str, Tensor | int]]:

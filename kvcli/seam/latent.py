@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 def has_latents(module: nn.Module) -> bool:
     """Whether an attention module caches latents, and makes keys and values of them (transformers 5.18 and later)."""
-    return hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
+    return all(hasattr(module, name) for name in ("expand_kv", "kv_b_proj", "qk_rope_head_dim"))
 
 
 def cache_latents(module: nn.Module) -> None:

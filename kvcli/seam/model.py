@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.errors import UnsupportedModelError
+from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder
 from kvcli.seam.latent import has_latents
@@ -35,7 +35,7 @@ class ModelAttention:
         rope: the rotation of keys, of the model's own rotary module or none.
         implementation: the attention implementation that the model was loaded with.
         notes: one line each about what is not as usual.
-        forgets: whether the model's own code takes a pass of several tokens for the beginning of a text.
+        drops_state: whether transformers' code for it drops the state of earlier passes in one of several tokens.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -44,7 +44,7 @@ class ModelAttention:
     spec: ModelSpec
     implementation: str | None
     notes: tuple[str, ...] = ()
-    forgets: bool = False
+    drops_state: bool = False
     _by_module: dict[int, LayerAttention] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +53,11 @@ class ModelAttention:
     def layer_of(self, module: nn.Module) -> LayerAttention | None:
         """The attention of a module, if it is full attention."""
         return self._by_module.get(id(module))
+
+    def check_later_passes(self) -> None:
+        """Raises ModelError where a text cannot be read in several passes."""
+        if self.drops_state:
+            raise ModelError("transformers' code of this model drops the state of earlier passes: read a text in one")
 
     @property
     def rotating_themselves(self) -> list[nn.Module]:

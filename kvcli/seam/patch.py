@@ -230,8 +230,8 @@ class Seam:
             self._after_pass(decoder, args, None)
         self.check_call(call)
         cache, tokens = cache_of(call), next((call[x] for x in _INPUTS if call.get(x) is not None), None)
-        if self.attention.forgets and cache is not None and tokens is not None and tokens.shape[1] > 1 and cache:
-            raise ModelError("the model's own code forgets earlier passes: read a text in one")
+        if cache is not None and tokens is not None and tokens.shape[1] > 1 and cache.get_seq_length():
+            self.attention.check_later_passes()
         self.current.is_running = True
         positional = self._parameters[: len(args)]
         if cache is None or tokens is None or "position_ids" not in self._parameters or "position_ids" in positional:

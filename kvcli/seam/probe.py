@@ -125,7 +125,7 @@ class _Probe:
         try:
             self.trial.check(in_passes, logits, "")
         except NotUnderstood:  # each layer of full attention was compared by itself
-            return replace(self._result(modules), forgets=True)
+            return replace(self._result(modules), drops_state=True)
         return self._result(modules)
 
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:

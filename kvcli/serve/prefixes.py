@@ -25,7 +25,7 @@ from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.others import EndOfPass
 from kvcli.contexts import ContextStore, Match, identity_of
-from kvcli.errors import CacheError, ContextError, UsageError
+from kvcli.errors import CacheError, ContextError
 from kvcli.models.fingerprint import text_identity
 from kvcli.progress import Advance, Say
 from kvcli.rope import NoRope
@@ -104,8 +104,7 @@ class Prefixes:
         say: Say,
         stored: Callable[[bool], None] = lambda written: None,
     ) -> None:
-        if session.forgets:
-            raise UsageError("the model's own code forgets earlier passes")
+        session.check_later_passes()
         self.session, self.store, self._store_bytes, self._hot_bytes = session, store, store_bytes, hot_bytes
         self._say, self._stored = say, stored
         self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))

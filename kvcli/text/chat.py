@@ -46,6 +46,7 @@ class Conversation:
         say: Say = say_nothing,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
+        session.check_later_passes()
         self.loaded, self.session, self.sampling, self.seed = loaded, session, sampling, seed
         self.prefill_chunk, self.say, self.notes = prefill_chunk, say, dict(notes or {})
         self.cache = session.new_cache()

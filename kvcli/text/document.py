@@ -52,7 +52,7 @@ class Document:
 
     Raises:
         UsageError: a model without a chat template, or no text.
-        ModelError: a template that fails, or that changes the text of a message.
+        ModelError: a template that fails, or that changes the text of a message; a model that must be read in one pass.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Document:
         prefill_chunk: int | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
+        session.check_later_passes()
         self.loaded, self.session, self.text = loaded, session, text.strip()
         if not self.text:
             raise UsageError(f"{source} is empty")

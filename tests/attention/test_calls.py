@@ -39,20 +39,6 @@ def files_of_calls(num_layers: int, method: str) -> list[str]:
     return files
 
 
-@pytest.mark.parametrize(("hidden_size", "while_decoding"), [(64, 1), (2048, 2)])
-def test_tokens_of_small_models_are_made_on_one_thread(hidden_size: int, while_decoding: int) -> None:
-    config = tiny_config("llama", hidden_size=hidden_size, num_hidden_layers=1)
-    model, seen, before = LlamaForCausalLM(config).eval(), [], torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with kvcli.attach(model, "fp16") as session:
-            model.lm_head.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-            session.generate(torch.arange(5)[None], max_new_tokens=3)
-        assert (seen, torch.get_num_threads()) == ([2, while_decoding, while_decoding], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("method", "calls", "changes"), [("rtn-2", 60, 30), ("kivi-2", 112, 62)])
 def test_a_further_layer_of_a_decoded_token(method: str, calls: int, changes: int) -> None:
     """Of rtn nothing is encoded in this step; kivi encodes a value in every one."""

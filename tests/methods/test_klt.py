@@ -521,6 +521,8 @@ def test_heads_and_layers_whose_errors_cost_more_get_more_bits() -> None:
         assert sum(counts[0]) < sum(counts[1])
         assert counts[1][0] <= counts[1][1]  # 30 times the cost
     assert allocate(spec, config, [fisher, cheap]) == config
+    other = allocate(dataclasses.replace(spec, value_head_dim=2 * WIDTH), KLTConfig(bits=2.5), [cheap, fisher])
+    assert {sum(sum(map(sum, x)) for x in fields) for fields in (other.key_fields, other.value_fields)} == {8 * 10}
 
 
 def test_without_fisher_information_all_heads_have_the_same_bits() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from factories import WINDOW, make_model
+from factories import WINDOW, load, make_model
 from families import make
 from odd_models import POSITIONS, REFUSED, RIGHT, with_attention, with_positions
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ import kvcli
 from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
+from kvcli.serve.prefixes import Prefixes
+from kvcli.text.chat import Conversation
 
 
 @torch.no_grad()
@@ -67,12 +70,19 @@ def test_only_rotations_in_proportion_to_positions_are_ours(name: str) -> None:
     assert found.rope.switch == (16 if of_two_lengths else None)
 
 
-def test_a_model_that_forgets_is_read_in_one_pass() -> None:
+def test_a_model_that_drops_its_state_is_read_in_one_pass() -> None:
     """Jamba's own code begins anew in a pass of several tokens, without a word."""
     model = make("jamba")
     with kvcli.attach(model, "fp16") as session:
         cache = session.new_cache()
         logits(model, cache, 20, 1)
-        with pytest.raises(ModelError, match="forgets earlier passes"):
-            logits(model, cache, 2)
+        in_passes: list[Callable[[], object]] = [
+            lambda: logits(model, cache, 2),
+            lambda: kvcli.Document(load(model), session, "A text."),
+            lambda: Conversation(load(model), session, kvcli.SamplingConfig()),
+            lambda: Prefixes(session, None, None, None, 0, print),
+        ]
+        for refused in in_passes:
+            with pytest.raises(ModelError, match="drops the state of earlier passes"):
+                refused()
         logits(model, cache, 1)

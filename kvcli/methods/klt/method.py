@@ -59,7 +59,8 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         tiles = [tile_rotation(angles * (index not in spec.unrotated)) for index in range(spec.num_layers)]
         keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
         values = _weighted([_value_transform(x.value_unweighted, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
-        most = 0.0 if spec.latent else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
+        # a bit of wider values is more in the average
+        most = 0.0 if spec.value_dim != spec.head_dim else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
         moved = int(most * len(keys)) / len(keys)
         shares = [share(keys, config.bits - moved, *groups), share(values, config.bits + moved, *groups)]
     fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
