@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pydantic import Field
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 class ServeOptions(SessionOptions):
     """Options of `kvcli serve`."""
 
+    engine: Literal["kvcli", "vllm"] = Field(
+        "kvcli", description="what computes; vllm: 'vllm serve' with codes in its pages"
+    )
+    vllm_options: list[str] = Field([], description="after --: options of vLLM's own, with --engine vllm")
     host: str = Field("127.0.0.1", description="address to listen on; others than this machine's need a key")
     continuous: bool = Field(False, description="requests share passes (transformers' continuous batching); no store")
     port: int = Field(8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
@@ -50,6 +54,8 @@ class ServeOptions(SessionOptions):
 
 def run(options: ServeOptions, output: Output) -> None:
     """Serve the OpenAI API: contexts are compressed, found again by prefix, and kept on disk."""
+    if options.model.startswith("-"):
+        raise UsageError(f"name the model before -- {options.model}")
     options.check()
     if options.no_store and options.store is not None:
         raise UsageError("--store and --no-store exclude each other")
@@ -58,6 +64,10 @@ def run(options: ServeOptions, output: Output) -> None:
         raise UsageError(f"{options.host} can be reached by others: --api-key-file is needed")
     if options.store_per_key and not keys:
         raise UsageError("--store-per-key needs --api-key-file")
+    if options.engine == "vllm":
+        _become_vllm(options, keys, output)
+    if options.vllm_options:
+        raise UsageError(f"got {options.vllm_options[0]}: options after -- are vLLM's, with --engine vllm")
     if options.continuous and (named := sorted({"store", "store_limit", "store_per_key"} & options.model_fields_set)):
         raise UsageError(f"--continuous shares contexts in memory and stores none; omit --{named[0].replace('_', '-')}")
     try:
@@ -93,6 +103,22 @@ def run(options: ServeOptions, output: Output) -> None:
         stop_reason()  # which is no error
     output.say("ended")
     output.result({"model": options.model, "method": method, "store": None if store is None else str(store.folder)})
+
+
+def _become_vllm(options: ServeOptions, keys: list[str], output: Output) -> NoReturn:
+    """Runs vLLM in the place of this process."""
+    from kvcli.integrations.vllm.command import check_options, serve_command
+
+    values = {name: getattr(options, name) for name in {*options.model_fields_set, "model", "host", "grace"}}
+    choice = options.choice()
+    check_options(values, choice, keys)
+    with _bind(options) as listening:
+        values["port"] = listening.getsockname()[1]
+    command = serve_command(values, choice, output)
+    line = command.line(options.api_key_file)
+    output.say(f"vLLM {command.version} takes over, as by\n{line}")
+    output.result({"model": options.model, "method": choice.method, "engine": "vllm", "command": line})
+    command.run(keys)
 
 
 @contextmanager
@@ -177,4 +203,4 @@ def _store(options: ServeOptions) -> ContextStore | None:
 
 EXAMPLE = f"kvcli serve --method {UNFITTED_METHOD}"
 SAVES_MEMORY = "lower --hot-memory or --max-model-len, or choose a --method with fewer bits"
-COMMAND = Command("serve", ServeOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)
+COMMAND = Command("serve", ServeOptions, run, EXAMPLE, ("model", "vllm_options"), saves_memory=SAVES_MEMORY)

@@ -130,6 +130,9 @@ SLIPS = {
     "contexts show nothing": (2, "there is no store of contexts"),
     "contexts show nothing --store model": (1, "there is no context 'nothing' in model"),
     "contexts rm nothing --store model": (1, "there is no context 'nothing' in model"),
+    "serve --engine vllm --store here": (2, "vLLM has nothing for --store; omit it"),
+    "serve -- --enforce-eager": (2, "name the model before -- --enforce-eager"),
+    "serve model -- --enforce-eager": (2, "options after -- are vLLM's, with --engine vllm"),
     "merge": (1, "run 'kvcli calibrate --shard' first"),
     "merge a b": (1, "no recorded samples in a"),
 }

@@ -1,13 +1,18 @@
 """vLLM's pages as codes: `KVCLI_METHOD=turboquant-3 vllm serve MODEL --attention-backend CUSTOM`.
 
-model.py     the method that environment variables name, and the codecs of the model that vLLM loads
-backend.py   the attention backend: bytes of a page, writing and reading codes, attention
-v0_26.py     what differs in vLLM 0.26
+command.py      `kvcli serve --engine vllm`
+environment.py  the method that environment variables name
+model.py        the codecs of the model that vLLM loads
+backend.py      the attention backend: bytes of a page, writing and reading codes, attention
+v0_26.py        what differs in vLLM 0.26
 """
 
 from __future__ import annotations
 
 from kvcli.errors import UsageError
+
+NEEDED = "vLLM 0.26 or 0.31 to 0.33"
+VERSIONS = ("0.26.", "0.31.", "0.32.", "0.33.")
 
 
 def register() -> None:
@@ -19,7 +24,7 @@ def register() -> None:
         UsageError: a vLLM that is not known.
         KvcliError: a method or an artifact that cannot be used.
     """
-    from kvcli.integrations.vllm.model import choice_of_environment
+    from kvcli.integrations.vllm.environment import choice_of_environment
 
     if choice_of_environment() is None:
         return
@@ -29,12 +34,12 @@ def register() -> None:
         from vllm.v1.attention.backend import AttentionBackend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        if vllm.__version__.startswith("0.26."):
+        if vllm.__version__.startswith(VERSIONS[0]):
             module = "v0_26"
         else:
             module, _ = "backend", AttentionBackend.customize_spec
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"codes in pages need vLLM 0.26 or 0.31 to 0.33, which lay them out: {error}") from error
+        raise UsageError(f"codes in pages need {NEEDED}, which lay them out: {error}") from error
     own = {"CPU_ATTN", "CPU_MLA", "AMX_MLA"} if current_platform.is_cpu() else {"CUSTOM"}
     for name in own & set(AttentionBackendEnum.__members__):
         register_backend(AttentionBackendEnum[name], f"kvcli.integrations.vllm.{module}.CodesBackend")

@@ -29,7 +29,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kvcli.attention.backend import choose_backend
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.vllm.model import ARTIFACT, METHOD, choice_of_environment, codecs_of
+from kvcli.integrations.vllm.environment import ARTIFACT, METHOD, choice_of_environment
+from kvcli.integrations.vllm.model import codecs_of
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.pages import LayerEncoder

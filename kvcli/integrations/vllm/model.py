@@ -1,9 +1,7 @@
-"""The method that environment variables name, and the codecs of the model that vLLM loads."""
+"""The codecs of the model that vLLM loads."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,9 @@ from safetensors import safe_open
 from torch import nn
 
 from kvcli.artifact.choice import MethodChoice
-from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
+from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
+from kvcli.integrations.vllm.environment import SETTINGS
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models.fingerprint import fingerprint
@@ -22,27 +21,6 @@ from kvcli.paged.pages import check_codecs, device_of
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.model import attention_of_config
 from kvcli.spec import ModelSpec
-
-METHOD, ARTIFACT, RECIPE, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_RECIPE", "KVCLI_SETTINGS"
-
-
-def choice_of_environment() -> MethodChoice | None:
-    """The choice by KVCLI_METHOD, KVCLI_ARTIFACT or KVCLI_RECIPE, with KVCLI_SETTINGS; None: the three are not there.
-
-    UsageError, ConfigError, ArtifactError: as those of a `MethodChoice` for pages, or settings that are no JSON object.
-    """
-    method, artifact, recipe, text = (os.environ.get(x, "") for x in (METHOD, ARTIFACT, RECIPE, SETTINGS))
-    if not (method or artifact or recipe):
-        if text:
-            raise UsageError(f"{SETTINGS} are of a method: set {METHOD}, {ARTIFACT} or {RECIPE}, or unset it")
-        return None
-    try:
-        values = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
-    return MethodChoice.of(method, artifact, recipe, values).for_pages()
 
 
 def codecs_of(

@@ -18,7 +18,8 @@ from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.errors import ArtifactError, ConfigError, ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm import register
-from kvcli.integrations.vllm.model import choice_of_environment, codecs_of
+from kvcli.integrations.vllm.environment import choice_of_environment
+from kvcli.integrations.vllm.model import codecs_of
 from kvcli.registry import get_method
 
 
