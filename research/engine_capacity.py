@@ -1,7 +1,7 @@
 """SmolLM2 in an engine on a CPU: how many tokens fit, how many are found again, and answers beside a session's.
 
-`python -m research.engine_capacity transformers kivi-2 FILE` (or `vllm`) prints a line of JSON; `exact` is the
-engine's own cache. Two prompts begin with the same 512 tokens of the file; 16 tokens of the first answer are compared.
+`python -m research.engine_capacity serve kivi-2 FILE` (or `vllm`) prints a line of JSON; `exact` is a cache of numbers.
+Two prompts begin with the same 512 tokens of the file; 16 tokens of the first answer are compared.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ def prompts_of(loaded: LoadedModel, text: str) -> list[list[int]]:
     return [ids[:512] + ids[start : start + 64] for start in (512, 1024)]
 
 
-def in_transformers(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
-    """Capacity, hits and the first answer of `generate_batch`."""
-    from contextlib import nullcontext
+def in_serve(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
+    """Capacity, hits and the first answer of the engine of `kvcli serve --continuous`."""
+    from threading import Event
 
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from kvcli.artifact.choice import MethodChoice
+    from kvcli.attention.generation import SamplingConfig
+    from kvcli.paged.model import open_pages
+    from kvcli.serve.answers import Answer
+    from kvcli.serve.continuous import ContinuousEngine
+    from kvcli.serve.jobs import Job
 
-    from kvcli.integrations import continuous_batching
-
-    model: Any = loaded.model
-    spec = loaded.spec
-    block = page * spec.num_layers * 2 * spec.kv_dim * model.dtype.itemsize
-    config = ContinuousBatchingConfig(page_size=page, num_blocks=NBYTES // block, max_batch_tokens=1024)
-    sampling = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    own = method == "exact"
-    with nullcontext() if own else continuous_batching.enable(loaded, method, artifact=artifact):
-        found = model.generate_batch(prompts[:1], sampling, config, persistent_manager=True)
-        cache = model._cached_continuous_batching_manager.batch_processor.cache
-        hits, allocator = cache.search_prefix_match("second", prompts[1]), cache.cache_allocators["full_attention"]
-        capacity = allocator.num_blocks * allocator.tokens_per_page
-        model.destroy_cached_continuous_batching_manager()
-    answer = list(next(iter(found.values())).generated_tokens)
-    return {"capacity_tokens": capacity, "hits": hits, "answer": answer}
+    choice = MethodChoice.of("fp16" if method == "exact" else method, artifact)
+    with open_pages(loaded, choice, max_bytes=NBYTES, num_rings=4, max_length=2**20, page_size=page) as model:
+        engine, made = ContinuousEngine(model, loaded.tokenizer), list[list[int]]()
+        for prompt in prompts:
+            ended, tokens = Event(), list[int]()
+            answer = Answer(loaded.tokenizer, NEW_TOKENS, [], [], None, lambda piece: None)
+            answer.feed = lambda new, tokens=tokens, feed=answer.feed: (tokens.extend(new), feed(new))[1]  # type: ignore
+            job = Job(
+                torch.tensor([prompt]), SamplingConfig(NEW_TOKENS), 0, answer, "", True, lambda error, e=ended: e.set()
+            )
+            engine.submit(job)
+            ended.wait()
+            made.append(tokens)
+        engine.close()
+    return {"capacity_tokens": model.num_pages * page, "hits": job.cached, "answer": made[0]}
 
 
 def in_vllm(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def in_vllm(loaded: LoadedModel, method: str, artifact: Path | None, prompts: An
     }
 
 
-ENGINES: dict[str, Callable[..., dict[str, Any]]] = {"transformers": in_transformers, "vllm": in_vllm}
+ENGINES: dict[str, Callable[..., dict[str, Any]]] = {"serve": in_serve, "vllm": in_vllm}
 
 
 def main() -> None:

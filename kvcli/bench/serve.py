@@ -224,11 +224,12 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
     import torch
 
     from kvcli.serve.prefixes import Prefixes
+    from kvcli.serve.store import ServedContexts
 
-    prefixes = Prefixes(session, tokenizer, None, None, 0, print)
+    prefixes = Prefixes(session, ServedContexts(None, tokenizer, None, print), 0)
     ids = torch.tensor([prompt])
     prefix = prefixes.read(ids, "", False, lambda tokens: None)
-    prefixes.close()
+    prefixes.contexts.close()
     firsts, speeds, times = list[float](), list[float](), list[float]()
     for _ in range(4):  # the first one is not counted
         times[:] = [time.perf_counter()]

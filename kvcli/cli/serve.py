@@ -38,7 +38,7 @@ class ServeOptions(SessionOptions):
     )
     vllm_options: list[str] = Field([], description="after --: options of vLLM's own, with --engine vllm")
     host: str = Field("127.0.0.1", description="address to listen on; others than this machine's need a key")
-    continuous: bool = Field(False, description="requests share passes (transformers' continuous batching); no store")
+    continuous: bool = Field(False, description="requests join and leave between passes")
     port: int = Field(8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
     api_key_file: Path | None = Field(None, description="file of keys, one per line; requests need one of them")
     store: Path | None = Field(None, description="folder of contexts; default: runs/MODEL/served")
@@ -68,8 +68,6 @@ def run(options: ServeOptions, output: Output) -> None:
         _become_vllm(options, keys, output)
     if options.vllm_options:
         raise UsageError(f"got {options.vllm_options[0]}: options after -- are vLLM's, with --engine vllm")
-    if options.continuous and (named := sorted({"store", "store_limit", "store_per_key"} & options.model_fields_set)):
-        raise UsageError(f"--continuous shares contexts in memory and stores none; omit --{named[0].replace('_', '-')}")
     try:
         import uvicorn
 
@@ -81,8 +79,6 @@ def run(options: ServeOptions, output: Output) -> None:
         with suppress(OSError, SystemExit):  # rich's, when nobody reads standard error any more: answers go on
             output.warn(line)
 
-    if options.continuous:  # other versions of transformers are refused before the model is loaded
-        import kvcli.integrations.continuous_batching  # noqa: F401
     kept: dict[str, Any] = {"store_bytes": parse_size(options.store_limit), "hot_bytes": parse_size(options.hot_memory)}
     store = kept["store"] = _store(options)
     with _bind(options) as listening, _engine(options, kept, output, say) as (loaded, engine, contexts):
@@ -130,17 +126,21 @@ def _engine(
     loaded = options.load(output)
     sys.setswitchinterval(0.001)  # the thread that makes tokens leaves the others waiting for so long each time
     sizes = {name: getattr(options, name) for name in ("max_model_len", "max_waiting", "max_batch")}
+    store = kept["store"]
+    where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
     if options.continuous:
-        from kvcli.integrations.continuous_batching import enable
+        from kvcli.paged.model import open_pages
         from kvcli.serve.continuous import ContinuousEngine
 
         chosen.fit_missing(loaded, output)
-        with enable(loaded, chosen.choice, impl=options.impl):
-            batching = ContinuousEngine(loaded, hot_bytes=kept["hot_bytes"], **sizes, say=say)
-            say_notes(batching.session, output)
-            held = f"{batching.num_tokens} tokens of contexts in {size(batching.nbytes)} of memory"
+        pages = {"max_bytes": kept.pop("hot_bytes"), "num_rings": sizes.pop("max_batch")}
+        pages["max_length"] = options.max_model_len or loaded.spec.max_position_embeddings
+        with open_pages(loaded, chosen.choice, impl=options.impl, **pages) as model:
+            say_notes(model.session, output)
+            batching = ContinuousEngine(model, loaded.tokenizer, **kept, **sizes, say=say)
+            held = f"{model.num_pages * model.page_size} tokens in {size(model.nbytes)} of memory"
             try:
-                yield loaded, batching, f"{held}, {batching.max_length} of a request"
+                yield loaded, batching, f"contexts {where}, {held}"
             finally:
                 batching.close()
         return
@@ -156,8 +156,6 @@ def _engine(
             output.warn(
                 "one request is answered at a time, and what is kept of a prompt is used whole: layers keep states"
             )
-        store = kept["store"]
-        where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
         try:
             yield loaded, engine, f"contexts {where}, {options.hot_memory} hot"
         finally:
@@ -192,7 +190,7 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 def _store(options: ServeOptions) -> ContextStore | None:
     """The store, which can be written to; ContextError or OSError: it cannot."""
-    if options.no_store or options.continuous:
+    if options.no_store:
         return None
     from kvcli.contexts import ContextStore
 

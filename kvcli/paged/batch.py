@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.methods.pages import PageTable
-from kvcli.paged.rings import ResidualRings
+from kvcli.paged.rings import AssignedRings, ResidualRings
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 
@@ -110,7 +110,7 @@ class Batch:
         page_size: int,
         group: int,
         sinks: int,
-        rings: ResidualRings,
+        rings: AssignedRings | ResidualRings,
         null_page: int | None = None,
         most_rows: int = sys.maxsize,
         has_codes: bool = True,

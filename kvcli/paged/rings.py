@@ -28,6 +28,27 @@ class Rings:
     num_coded: Tensor
 
 
+class AssignedRings:
+    """Rings that the caller has given to the requests of a pass, none of which is a copy of another one's.
+
+    Args:
+        rings, first_exact: of each request, int64 [requests]; earlier tokens before the latter are read from codes.
+        residual_length, group: as of `ResidualRings`.
+
+    Attributes:
+        length: tokens of a ring, 0 if none are exact.
+    """
+
+    def __init__(self, rings: Tensor, first_exact: Tensor, residual_length: int, group: int) -> None:
+        self.length = residual_length + group - 1
+        self._rings, self._first_exact, self._residual, self._group = rings, first_exact, residual_length, group
+
+    def advance(self, earlier: Tensor, last: Tensor, past: Tensor, new: Tensor, begun: Tensor) -> Rings:
+        """As that of `ResidualRings`."""
+        num_coded = self._first_exact.maximum(past - self._residual) // self._group * self._group
+        return Rings(self._rings, self._rings, num_coded)
+
+
 class ResidualRings:
     """Which ring is whose. Token t of a request is in place t % ring of its ring.
 

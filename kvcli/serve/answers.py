@@ -182,11 +182,11 @@ class Form:
         return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
 
 
-def usage_of(prompt_tokens: int, cached: int | None, answer: Answer) -> dict[str, Any]:
-    """How many tokens a request had, and how many of the prompt's were not read again, if that is known."""
-    usage = {
+def usage_of(prompt_tokens: int, cached: int, answer: Answer) -> dict[str, Any]:
+    """How many tokens a request had, and how many of the prompt's were not read again."""
+    return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer.num_tokens,
         "total_tokens": prompt_tokens + answer.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
-    return usage if cached is None else {**usage, "prompt_tokens_details": {"cached_tokens": cached}}

@@ -25,12 +25,13 @@ from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
-from kvcli.serve.engine import Cancelled, Engine, Job
+from kvcli.serve.jobs import Cancelled, Job
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
 
 if TYPE_CHECKING:
     from kvcli.serve.continuous import ContinuousEngine
+    from kvcli.serve.engine import Engine
 
 _BODY_BYTES_PER_TOKEN = 64
 """Bytes of a body per token that a prompt may have: no text of so many tokens is larger, escaped as JSON."""

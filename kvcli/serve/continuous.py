@@ -1,225 +1,324 @@
-"""Requests of several clients in the same passes, whose contexts are pages of transformers' continuous batching."""
+"""Requests that join and leave between passes: a pass makes a token of each that runs, and reads of new prompts."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
-)
-from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from kvcli.attention.generation import NextToken
-from kvcli.errors import ModelError, UsageError, error_text
-from kvcli.models.load import LoadedModel
+from kvcli.cache.identity import CacheIdentity
+from kvcli.contexts import ContextStore
+from kvcli.errors import CacheError, ModelError, UsageError
+from kvcli.paged import content
+from kvcli.paged.model import NewRequestTokens, PagedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
-from kvcli.serve.engine import Cancelled, Job
-from kvcli.serve.metrics import Metrics
-from kvcli.serve.requests import ApiError
-
-_PASS_TOKENS = 1024
-"""Tokens of a pass at most: transformers keeps a mask of so many rows, and earlier passes of a prompt are codes."""
-
-_POLL_S = 0.05
-"""Seconds after which requests are looked at whose clients may have gone away."""
+from kvcli.serve.jobs import Cancelled, Job, JobThread
+from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
+from kvcli.serve.store import ServedContexts
 
 
-class Sampler(ContinuousBatchingLogitsProcessor):
-    """Leaves each request the token that its `NextToken` chooses; transformers then takes the most probable one."""
-
-    supported_kwargs: dict[str, type] = {}
-    ignored_kwargs: tuple[str, ...] = ()
-
-    def __init__(self, choose: dict[str, NextToken]) -> None:
-        self._choose, self._requests = choose, list[str]()
-
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """The tensor is not used."""
-        int32_tensor.zero_()
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """Notes whose logits the next ones are."""
-        self._requests = [request.state.request_id for request in requests_with_new_token]
-        return torch.zeros(len(self._requests), dtype=torch.int32)
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Logits [rows, vocab_size]; ModelError: they are not finite."""
-        if not scores[: len(self._requests)].isfinite().all():
-            raise ModelError("the model computed logits that are not finite")
-        for row, name in enumerate(self._requests):
-            if (choose := self._choose.get(name)) is not None:
-                token = choose(scores[row : row + 1])
-                scores[row] = -torch.inf
-                scores[row, token] = 0
-        return scores
-
-
-class ContinuousEngine:
-    """Makes tokens of all requests at once; as `Engine`, but contexts are in memory alone.
-
-    Args:
-        loaded: a model for which `integrations.continuous_batching.enable` is open.
-        hot_bytes: of pages at most; fewer where that many requests of the largest length need fewer.
-        max_model_len, max_waiting, max_batch, say: see `Engine`.
+@dataclass(eq=False)
+class Running:
+    """A request that has pages.
 
     Attributes:
-        max_length, method, bits: as of `Engine`; bits are those of a page, exact sinks included.
-        session: whose codes the pages hold.
-        num_tokens: of all pages.
+        ring: of its recent tokens.
+        pages: of all its tokens, those to come included; `own` are the ones of no segment.
+        segments: of the prompt that are shared, by their digests.
+        num_computed: tokens whose keys and values are in pages.
+        end_of_segment: of what has no exact tokens any more.
+        token: that was made last and is to be read.
+    """
+
+    job: Job
+    model: PagedModel
+    ring: int
+    ends: list[tuple[int, bytes]]
+    pages: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    segments: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    end_of_segment: int = 0
+    token: int = -1
+    since: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Its tokens."""
+        tokens: list[int] = self.job.ids[0].tolist()
+        return tokens
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether tokens of the prompt are left to be read."""
+        return self.num_computed < len(self.prompt)
+
+    @property
+    def next_end(self) -> tuple[int, bytes]:
+        """Where the next pass over the prompt ends, and the digest up to there; at its end that of no segment."""
+        return next((x for x in self.ends if x[0] > self.num_computed), (len(self.prompt), b""))
+
+    def new_tokens(self) -> NewRequestTokens:
+        """Those of the next pass."""
+        tokens = self.prompt[self.num_computed : self.next_end[0]] if self.is_prompt else [self.token]
+        return NewRequestTokens(tokens, self.num_computed, self.end_of_segment, self.pages, self.ring)
+
+    @cached_property
+    def choose(self) -> NextToken:
+        """What makes its tokens of logits."""
+        job, device = self.job, self.model.device
+        seed = secrets.randbits(63) if job.seed is None else job.seed
+        generator = torch.Generator(device).manual_seed(seed)
+        return NextToken(job.sampling, job.ids.to(device), self.model.vocab_size, generator)
+
+
+class ContinuousEngine(JobThread):
+    """Makes tokens of all requests at once, from the first `submit` to `close`.
+
+    Args:
+        model: whose pages hold the contexts; it is open.
+        tokenizer, store, store_bytes: see `ServedContexts`.
+        max_model_len: as of `Engine`.
+        max_waiting, say: see `JobThread`.
+
+    Attributes:
+        max_length, method, bits: as of `Engine`.
 
     Raises:
-        UsageError: a model that transformers does not batch, or a `max_model_len` that the pages do not hold.
+        UsageError: a `max_model_len` that the pages do not hold.
     """
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        model: PagedModel,
+        tokenizer: object,
         *,
-        hot_bytes: int = 2**31,
+        store: ContextStore | None = None,
+        store_bytes: int | None = None,
         max_model_len: int | None = None,
         max_waiting: int = 64,
-        max_batch: int = 8,
         say: Say = say_nothing,
     ) -> None:
-        self._max_waiting, self._say, self._closing = max_waiting, say, False
-        self._jobs, self._choose, self._lock = dict[str, Job](), dict[str, NextToken](), threading.Lock()
-        spec, model = loaded.spec, loaded.model
-        self._device, self._vocab_size = model.device, spec.vocab_size
-        config = ContinuousBatchingConfig(
-            num_blocks=1,
-            max_batch_tokens=_PASS_TOKENS,
-            max_requests_per_batch=max_batch,
-            use_cuda_graph=False,
-            use_async_batching=False,
-        )
-        try:
-            self._manager = model.init_continuous_batching(GenerationConfig(eos_token_id=-1), config)
-            self._manager.logit_processor = ContinuousBatchingLogitsProcessorList(
-                LogitsProcessorList([Sampler(self._choose)])
-            )
-            self._manager.logit_processor.tensors_required = 1
-            self._manager.warmup()  # with one block, to see how large requests are
-        except ValueError as error:
-            raise UsageError(f"transformers does not batch requests of this model: {error}") from error
-        length, cache = max_model_len or spec.max_position_embeddings, self._manager.batch_processor.cache
-        sectors = sum(x.needs_new_sectors("", 0, length) for x in cache.cache_allocators.values())
-        hot_bytes = min(hot_bytes, sectors * max_batch * cache.bytes_per_sector)
-        layers = model.config.get_text_config().num_hidden_layers
-        block = config.page_size * layers * 2 * spec.kv_dim * model.dtype.itemsize  # one of transformers' own pages
-        self._manager.batch_processor = None
-        self._manager.continuous_batching_config.num_blocks = hot_bytes / block  # need not be whole
-        self._manager.warmup()
-        self._cache = cache = self._manager.batch_processor.cache
-        self.max_length = min(length, infer_max_single_request_tokens(cache))
-        if max_model_len is not None and max_model_len > self.max_length:
-            raise UsageError(f"pages hold {self.max_length} tokens, not {max_model_len}; give them more memory")
-        pages = cache.cache_allocators["full_attention"]
-        self.session, self.num_tokens = pages.session, pages.num_blocks * pages.tokens_per_page
-        self.method = method_name(self.session.method.name, dict(self.session.config))
-        self.bits = self.session.true_bits
-        self.metrics = Metrics()
-        self.metrics.waiting.set_function(lambda: self.num_waiting)
-        self.metrics.hot_bytes.set_function(lambda: self.nbytes - cache.compute_free_capacity(relative=False))
-        self._manager.start()
-        self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return int(self._cache.num_sectors * self._cache.bytes_per_sector)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait; one that has ended is active until its pass is over."""
-        return len(self._jobs.keys() - self._manager.batch_processor.scheduler.active_requests.keys())
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return self._thread.is_alive() and not self._closing
-
-    def submit(self, job: Job) -> None:
-        """Queues a request; ApiError: too many wait, the server ends, or its context may not be kept."""
-        if not job.store:
-            raise ApiError(400, "store: contexts are kept in memory while there is room; false is not served", "store")
-        name, sampling, job.cached = secrets.token_hex(12), job.sampling, None
-        with self._lock:
-            if not self.is_alive:
-                raise ApiError(503, "the server ends")
-            if self.num_waiting >= self._max_waiting:
-                raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded")
-            self._jobs[name] = job
-            if sampling.temperature > 0 or sampling.repetition_penalty != 1:
-                generator = torch.Generator(self._device)
-                generator.manual_seed(secrets.randbits(63) if job.seed is None else job.seed)
-                self._choose[name] = NextToken(sampling, job.ids.to(self._device), self._vocab_size, generator)
-            ids, ends = job.ids[0].tolist(), list(job.answer.ends)
-            # of a manager that has failed this does nothing, and `_begin_again` tells the request
-            self._manager.add_request(ids, name, sampling.max_new_tokens, streaming=True, eos_token_id=ends)
+        super().__init__(max_waiting, say)
+        if max_model_len is not None and max_model_len > model.max_length:
+            raise UsageError(f"pages hold {model.max_length} tokens, not {max_model_len}; give them more memory")
+        self.max_length = max_model_len or model.max_length
+        self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
+        session = model.session
+        self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
+        self._running, self._rings = list[Running](), [*range(1, model.num_rings + 1)]
+        if store is not None:
+            store.block_tokens = model.page_size
+        self.contexts = ServedContexts(store, tokenizer, store_bytes, say, self.metrics.count_stored)
+        self.metrics.hot_bytes.set_function(lambda: self._pool.num_used * model.page_bytes)
+        self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
+        self.start()
 
     def close(self) -> None:
-        """Ends; answers that are being made fail."""
-        with self._lock:
-            self._closing = True
-        self._thread.join()
-        self._manager.stop(hard_stop=True)
+        """As that of `JobThread`; what was read is on disk then."""
+        super().close()
+        self.contexts.close()
 
-    def _run(self) -> None:
-        while not self._closing:
-            for name, job in [*self._jobs.items()]:
-                if job.cancelled.is_set():
-                    self._end(name, Cancelled())
-            output = self._manager.get_result(timeout=_POLL_S)
-            if output is not None:
-                self._take(output)
-            elif not self._manager.is_running():
-                self._begin_again()
-        for name in [*self._jobs]:
-            self._end(name, ApiError(503, "the server ends"))
+    def _answer(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+            if self._closing and not self._running:
+                return False
+            self._drop_cancelled()
+            admitted = list[Running]()
+            while self._waiting and not self._closing and (request := self._admit(self._waiting[0])) is not None:
+                admitted.append(request)
+                self._waiting.popleft()
+        for request in admitted:
+            try:
+                self._find(request)
+            except Exception as error:
+                self._end([request], error)
+        for request in [*self._running]:
+            if request.job.cancelled.is_set():
+                self._end([request], Cancelled())
+        if ready := self._next_pass():
+            self._run_pass(ready)
+        return True
 
-    def _take(self, output: Any) -> None:
-        """Takes the tokens of a request that are new."""
-        name = output.request_id
-        if (job := self._jobs.get(name)) is None:
+    def _admit(self, job: Job) -> Running | None:
+        """Gives a request a ring and pages for all its tokens; None: there are none."""
+        if not self._rings:
+            return None
+        size = self.model.page_size
+        request = Running(job, self.model, self._rings[0], segments(job.ids[0].tolist(), size, self._unread, job.owner))
+        self._share(request)
+        needed = -(-(job.ids.shape[1] + job.sampling.max_new_tokens) // size) - len(request.pages)
+        if needed > self._pool.num_available:
+            self._pool.release(request.segments, ())
+            return None
+        own = self._pool.take(needed)
+        request.pages += own
+        request.own.update(own)
+        self._rings.pop(0)
+        self._running.append(request)
+        return request
+
+    def _find(self, request: Running) -> None:
+        """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
+        self._share(request)  # with what was found for others since it was admitted
+        job, source = request.job, "hot" if request.num_computed else "none"
+        if request.ends:
+            last = request.ends[-1][1]
+            if self._load(request):
+                source = "disk"
+            elif not request.next_end[1] and (name := self._pool.on_disk.get(last)) is not None:
+                self.contexts.touch(name, partial(self._pool.forget_disk, name))
+        job.cached = request.num_computed
+        self.metrics.prefixes.labels(source).inc()
+        self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
+        self.metrics.tokens.labels("cached").inc(job.cached)
+
+    def _load(self, request: Running) -> bool:
+        """Whether there was more on disk, which is in the request's pages and shared then."""
+        size, ends = self.model.page_size, [end for end, _ in request.ends]
+
+        def fit(stored: int, length: int) -> int:
+            return max((x for x in {*ends} & {*pass_ends(stored, size)} if x <= length), default=0)
+
+        started, wanted = time.monotonic(), request.job.ids[:, : ends[-1]]
+        found = self.contexts.load(wanted, self._identity_of(request.job), fit, request.num_computed, self.model.device)
+        if found is None:
+            return False
+        context, (stored, length) = found
+        try:
+            content.put(self.model, context.snapshot, request.pages[: length // size], request.num_computed // size)
+        except CacheError as error:
+            self._say(f"context '{stored.name}' is passed over: {error}")
+            return False
+        while request.num_computed < length:
+            end, digest = request.next_end
+            self._keep(request)
+            self._pool.on_disk[digest] = stored.name
+            request.num_computed = end
+        self.metrics.load.observe(time.monotonic() - started)
+        return True
+
+    def _store(self, request: Running) -> None:
+        """Copies the segments of a prompt for the thread that writes; does nothing where that is behind."""
+        if not request.job.store or not request.ends or self.contexts.is_busy:
             return
-        if output.error is not None:
-            self._manager.join(time.perf_counter(), 1)  # an error of a pass ends the thread, which then says which
-            if self._manager.is_running():
-                self._end(name, RuntimeError(output.error))
+        end, digest = request.ends[-1]
+        if digest in self._pool.on_disk:
             return
+        identity, ids = self._identity_of(request.job), request.job.ids[:, :end].clone()
+        name, snapshot = (
+            self.contexts.name(identity, ids),
+            content.take(self.model, request.pages[: end // self.model.page_size]),
+        )
+        self._pool.on_disk.update((digest, name) for _, digest in request.ends)
+        self.contexts.put(snapshot, identity, ids, partial(self._pool.forget_disk, name))
+
+    def _identity_of(self, job: Job) -> CacheIdentity:
+        reading = f"pages of {self.model.page_size}, {LONG_PASS} at once"
+        return self.contexts.identity(self.model.session, reading, job.owner, 1)
+
+    def _share(self, request: Running) -> None:
+        """Lets a request go on from what others have read of its prompt."""
+        size = self.model.page_size
+        while request.is_prompt and (pages := self._pool.share(request.next_end[1])) is not None:
+            (end, digest), start = request.next_end, request.num_computed // size
+            replaced = request.pages[start : end // size]
+            self._pool.release((), replaced)
+            request.own.difference_update(replaced)
+            request.pages[start : end // size] = pages
+            request.segments.append(digest)
+            request.num_computed = request.end_of_segment = end
+            request.job.cached = end
+
+    def _next_pass(self) -> list[Running]:
+        """The requests of the next pass: those that make tokens, and as many prompts as a pass has room for."""
+        ready = [request for request in self._running if not request.is_prompt]
+        room, reading = LONG_PASS * self.model.page_size, set[bytes]()
+        for request in self._running:
+            if not request.is_prompt:
+                continue
+            self._share(request)
+            end, digest = request.next_end
+            count = end - request.num_computed
+            if digest in reading and digest:
+                continue  # another one reads the same; its pages are there after this pass
+            if count > room and reading:
+                break
+            room -= count
+            reading.add(digest)
+            ready.append(request)
+        return ready
+
+    def _run_pass(self, ready: list[Running]) -> None:
+        """Reads what is next of requests, and makes a token of each whose prompt is read."""
+        new = [request.new_tokens() for request in ready]
+        try:
+            logits = self.model.run(new)
+            finite = logits.isfinite().all(1).tolist()
+        except Exception as error:  # what it has written of these requests is not known
+            self._end(ready, error)
+            return
+        chosen = list[tuple[Running, Tensor]]()
+        for request, tokens, row, is_finite in zip(ready, new, logits, finite, strict=True):
+            if request.is_prompt:
+                self._keep(request)
+            request.num_computed += len(tokens.tokens)
+            if not is_finite:
+                self._end([request], ModelError("the model computed logits that are not finite"))
+            elif not request.is_prompt:
+                try:
+                    if not request.job.answer.num_tokens:
+                        self._store(request)
+                    chosen.append((request, request.choose(row.unsqueeze(0))))
+                except Exception as error:
+                    self._end([request], error)
+        made = torch.cat([token for _, token in chosen]).flatten().tolist() if chosen else []
+        for (request, _), token in zip(chosen, made, strict=True):
+            self._take(request, token)
+
+    def _keep(self, request: Running) -> None:
+        """Shares what a pass has read of a prompt, if it was a segment, with others."""
+        (end, digest), size = request.next_end, self.model.page_size
+        if not digest:
+            return
+        request.end_of_segment = end
+        if request.job.store:
+            pages = request.pages[request.num_computed // size : end // size]
+            request.own.difference_update(pages)
+            request.segments.append(digest)
+            self._pool.keep(digest, pages)
+
+    def _take(self, request: Running, token: int) -> None:
+        """Gives a request its next token."""
+        job, request.token = request.job, token
         if not job.answer.num_tokens:
             self.metrics.first.observe(time.monotonic() - job.since)
-            self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
+            self.metrics.prefill.observe(time.monotonic() - request.since)
         try:
-            if job.answer.feed(output.generated_tokens[job.answer.num_tokens :]):
-                self._end(name, None)
-        except Exception as error:
-            self._end(name, error)
+            ended = job.answer.feed([token])
+        except Exception as error:  # of its text, which is no other's
+            self._end([request], error)
+        else:
+            if ended:
+                self._end([request], None)
 
-    def _begin_again(self) -> None:
-        """Tells all requests that a pass has failed, and begins again."""
-        error = self._manager.background_thread_status.fatal_error or RuntimeError("the thread has ended")
-        with self._lock:
-            if self._jobs:
-                self._say(f"all requests failed: {type(error).__name__}: {error_text(error)}")
-            for name in [*self._jobs]:
-                self._end(name, error)
-            self._manager.start()
-        time.sleep(_POLL_S)  # it may fail at once, such as after an error of the GPU
-
-    def _end(self, name: str, error: Exception | None) -> None:
-        job = self._jobs[name]
-        self._manager.cancel_request(name)
-        self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
-        self._choose.pop(name, None)
-        del self._jobs[name]
-        job.done(error)
+    def _end(self, requests: Sequence[Running], error: Exception | None) -> None:
+        """Takes back what requests have, and tells them that their answers have ended or failed."""
+        for request in requests:
+            self._running.remove(request)
+            self._rings.append(request.ring)
+            self._pool.release(request.segments, request.own)
+            self.metrics.tokens.labels("generated").inc(request.job.answer.num_tokens)
+        if error is not None:
+            self._fail([request.job for request in requests], error)
+            return
+        for request in requests:
+            request.job.done(None)

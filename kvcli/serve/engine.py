@@ -3,72 +3,32 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.snapshot import Snapshot, join
 from kvcli.contexts import ContextStore
-from kvcli.errors import KvcliError, error_text
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
-from kvcli.serve.answers import Answer
-from kvcli.serve.metrics import Metrics
+from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
-from kvcli.serve.requests import ApiError
-
-
-class Cancelled(Exception):
-    """Nobody waits for an answer any more."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A request on its way through the engine.
-
-    Attributes:
-        ids: prompt, int64 [1, time] on the CPU.
-        owner: whose contexts it may use; empty: anybody's.
-        store: whether its context may be kept.
-        done: called in the engine's thread when the answer has ended, with an error if it failed.
-        cached: tokens of the prompt that were not read again; None: it is not known.
-    """
-
-    ids: Tensor
-    sampling: SamplingConfig
-    seed: int | None
-    answer: Answer
-    owner: str
-    store: bool
-    done: Callable[[Exception | None], None]
-    cached: int | None = 0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    since: float = field(default_factory=time.monotonic)
-
-    def check(self) -> None:
-        """Raises Cancelled if nobody waits any more."""
-        if self.cancelled.is_set():
-            raise Cancelled
-
+from kvcli.serve.store import ServedContexts
 
 Prefilled = tuple[Job, Prefix, Tensor, Snapshot | None]
 """A request, the cache of its prompt and its tokens [1, time]; with others, one more than the snapshot of it holds."""
 
 
-class Engine:
+class Engine(JobThread):
     """Makes tokens for a session, from the first `submit` to `close`.
 
     Args:
-        store, store_bytes, hot_bytes: see `Prefixes`.
+        store, store_bytes: see `ServedContexts`; hot_bytes: see `Prefixes`.
         max_model_len: tokens of a prompt and its answer; None: as many as the model has positions.
         max_waiting: requests that may wait.
         max_batch: requests that are decoded together.
@@ -93,65 +53,31 @@ class Engine:
         max_batch: int = 8,
         say: Say = say_nothing,
     ) -> None:
-        self.metrics = Metrics()
-        self.prefixes = Prefixes(
-            session, loaded.tokenizer, store, store_bytes, hot_bytes, say, self.metrics.count_stored
-        )
-        self.metrics.waiting.set_function(lambda: self.num_waiting)
+        super().__init__(max_waiting, say)
+        contexts = ServedContexts(store, loaded.tokenizer, store_bytes, say, self.metrics.count_stored)
+        self.prefixes = Prefixes(session, contexts, hot_bytes)
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
-        self.metrics.store_bytes.set_function(self.prefixes.store_bytes)
+        self.metrics.store_bytes.set_function(lambda: contexts.nbytes)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
         self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
-        self._session, self._max_waiting, self._max_batch, self._say = session, max_waiting, max_batch, say
-        self._waiting: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait."""
-        return len(self._waiting)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return self._thread.is_alive() and not self._closing
-
-    def submit(self, job: Job) -> None:
-        """Queues a request; ApiError: too many wait, or the server ends."""
-        with self._changed:
-            for other in [*self._waiting]:
-                if other.cancelled.is_set():
-                    self._waiting.remove(other)
-                    other.done(Cancelled())
-            if not self.is_alive:
-                raise ApiError(503, "the server ends")
-            if len(self._waiting) >= self._max_waiting:
-                raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded")
-            self._waiting.append(job)
-            self._changed.notify()
+        self._session, self._max_batch = session, max_batch
+        self.start()
 
     def close(self) -> None:
-        """Ends after the answers that are being made; those that wait fail. What was read is on disk then."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-        self.prefixes.close()
+        """As that of `JobThread`; what was read is on disk then."""
+        super().close()
+        self.prefixes.contexts.close()
 
-    def _run(self) -> None:
-        while jobs := self._next():
-            single, ready = len(jobs) == 1, list[Prefilled]()
-            for job in jobs:
-                with self._reporting_failures([job]):
-                    ready.append(self._prefill(job, single))
-            if ready:
-                with self._reporting_failures([job for job, *_ in ready]):
-                    self._decode(ready, single)
-        for job in self._waiting:
-            job.done(ApiError(503, "the server ends"))
+    def _answer(self) -> bool:
+        jobs = self._next()
+        single, ready = len(jobs) == 1, list[Prefilled]()
+        for job in jobs:
+            with self._reporting_failures([job]):
+                ready.append(self._prefill(job, single))
+        if ready:
+            with self._reporting_failures([job for job, *_ in ready]):
+                self._decode(ready, single)
+        return bool(jobs)
 
     def _next(self) -> list[Job]:
         """The next request, and those after it that can be decoded together with it; none at the end."""
@@ -171,18 +97,8 @@ class Engine:
         alike = one.temperature == 0 and not others and self._session.rope.switch is None
         return alike and length <= self.max_length and self.prefixes.joinable
 
-    @contextmanager
-    def _reporting_failures(self, jobs: list[Job]) -> Iterator[None]:
-        """Tells requests if what is done for them fails."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, Cancelled):
-                self._say(f"a request failed: {type(error).__name__}: {error_text(error)}")
-            if not isinstance(error, Cancelled | KvcliError):  # memory above all: what is kept may need it
-                self.prefixes.hot.clear()
-            for job in jobs:
-                job.done(error)
+    def _free_memory(self) -> None:
+        self.prefixes.hot.clear()
 
     def _prefill(self, job: Job, single: bool) -> Prefilled:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""

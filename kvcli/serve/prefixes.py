@@ -6,13 +6,9 @@ which everything is encoded (`Session.flush`). So a context cut to one of them i
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,14 +17,11 @@ from torch import Tensor
 from kvcli.attention.generation import prefill
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.others import EndOfPass
-from kvcli.contexts import ContextStore, Match, identity_of
-from kvcli.errors import CacheError, ContextError
-from kvcli.models.fingerprint import text_identity
-from kvcli.progress import Advance, Say
+from kvcli.progress import Advance
 from kvcli.rope import NoRope
+from kvcli.serve.store import ServedContexts
 from kvcli.text.prompts import common_length
 
 UNIT = 128
@@ -39,9 +32,6 @@ _LONG = 16
 
 A power of two.
 """
-
-_MOST_WRITES = 3
-"""Contexts that are copied and on their way to the disk, at most; later ones are not stored."""
 
 
 def boundaries(sinks: int, unit: int, length: int) -> list[int]:
@@ -82,40 +72,28 @@ class Prefix:
     used: float = 0.0
     nbytes: int = 0
 
+    def forget_disk(self) -> None:
+        """Nothing of it is on disk any more."""
+        self.stored = 0
+
 
 class Prefixes:
     """The prefixes of a session's prompts; used by one thread, which waits for no disk but to read.
 
     Args:
-        store: contexts on disk; None: none.
-        store_bytes: size that the store may have.
+        contexts: on disk.
         hot_bytes: size that caches in memory may have together.
-        say: gets a line about a context that could not be stored or read.
-        stored: called when a context was written, or with False where it could not be.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tokenizer: object,
-        store: ContextStore | None,
-        store_bytes: int | None,
-        hot_bytes: int,
-        say: Say,
-        stored: Callable[[bool], None] = lambda written: None,
-    ) -> None:
+    def __init__(self, session: Session, contexts: ServedContexts, hot_bytes: int) -> None:
         session.check_later_passes()
-        self.session, self.store, self._store_bytes, self._hot_bytes = session, store, store_bytes, hot_bytes
-        self._say, self._stored = say, stored
+        self.session, self.contexts, self._hot_bytes = session, contexts, hot_bytes
         self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))
-        if store is not None:
-            store.block_tokens = self.unit
-        self._tokenizer = tokenizer
-        self._notes = text_identity(tokenizer)
+        if contexts.store is not None:
+            contexts.store.block_tokens = self.unit
         each_length_rotates = session.rope.switch is not None and isinstance(session.rope, NoRope)
         self.reusable, self._whole = not each_length_rotates, bool(session.spec.other_layers)
         self.hot: list[Prefix] = []
-        self._writer, self._writes = ThreadPoolExecutor(1, "kvcli-store"), list[Future[None]]()
 
     @torch.inference_mode()
     def read(self, ids: Tensor, owner: str, keep: bool, check: Advance) -> Prefix:
@@ -128,7 +106,7 @@ class Prefixes:
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, self._identity_for(owner, ids.shape[1]), keep)
+        prefix = self._longest(ids.cpu(), ends, self._identity_of(owner, ids.shape[1]), keep)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
@@ -145,8 +123,8 @@ class Prefixes:
         prefix.end = prefix.cache.end_of_pass() if self._whole else None
         if keep and prefix.flushed > prefix.stored:
             self._store(prefix)
-        elif prefix.source == "hot" and self.store is not None and prefix.stored:
-            self._writer.submit(self._touch, self.store, prefix)
+        elif prefix.source == "hot" and prefix.stored:
+            self.contexts.touch(prefix.name, prefix.forget_disk)
         return prefix
 
     def keep(self, prefix: Prefix) -> None:
@@ -175,16 +153,6 @@ class Prefixes:
         """Bytes of the caches in memory."""
         return sum(prefix.nbytes for prefix in [*self.hot])
 
-    def store_bytes(self) -> int:
-        """Bytes of the store's contexts; 0 without a store, or where it cannot be read."""
-        with suppress(ContextError, OSError):
-            return self.store.sizes()[0] if self.store is not None else 0
-        return 0
-
-    def close(self) -> None:
-        """Waits until what was stored is on disk."""
-        self._writer.shutdown()
-
     def _boundaries(self, length: int) -> list[int]:
         return boundaries(self.session.config.sink_length, self.unit, length if self.reusable else 0)
 
@@ -204,7 +172,9 @@ class Prefixes:
                 end = 0 if self._whole and end < prefix.flushed else end
             if end > length:
                 best, length = prefix, end
-        on_disk = self._load(ids, ends, identity, length)
+        fit = partial(self._common, ends)
+        wanted, device = ids[:, : ends[-1] if ends else 0], self.session.model.device
+        on_disk = self.contexts.load(wanted, identity, fit, length, device)
         if on_disk is not None:
             context, match = on_disk
             new.flushed = new.stored = match.num_tokens
@@ -224,56 +194,13 @@ class Prefixes:
         new.load_s = time.monotonic() - started
         return new
 
-    def _load(
-        self, ids: Tensor, ends: list[int], identity: CacheIdentity, more_than: int
-    ) -> tuple[Context, Match] | None:
-        """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
-        if self.store is None or not ends or ends[-1] <= more_than:
-            return None
-        try:
-            wanted, fit = (ids[:, : ends[-1]], identity), partial(self._common, ends)
-            while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
-                try:
-                    return self.store.load(match, self.session.model.device), match
-                except ContextError as error:
-                    self._say(str(error))
-                    if match.context.name in self.store.names():
-                        return None
-        except (ContextError, CacheError, OSError) as error:
-            self._say(f"the store cannot be read: {error}")
-        return None
-
     def _store(self, prefix: Prefix) -> None:
         """Copies a cache up to its last boundary for the thread that writes; does nothing where that is behind."""
-        store, length = self.store, prefix.flushed
-        self._writes = [write for write in self._writes if not write.done()]
-        if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
+        if not self.reusable or self.contexts.is_busy:
             return
-        snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
-        context = Context(snapshot, prefix.identity, ids, {**self._notes, "source": "kvcli serve"})
-        name = hashlib.sha256(repr(prefix.identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
-        prefix.stored, prefix.name = length, name
+        prefix.stored, ids = prefix.flushed, prefix.ids[:, : prefix.flushed].clone()
+        prefix.name = self.contexts.name(prefix.identity, ids)
+        self.contexts.put(prefix.cache.snapshot(), prefix.identity, ids, prefix.forget_disk)
 
-        def write() -> None:
-            try:
-                store.put(context, name=name, max_bytes=self._store_bytes, overwrite=True)
-            except Exception as error:
-                prefix.stored = 0
-                self._say(f"a context of {length} tokens was not stored: {error}")
-                self._stored(False)
-            else:
-                self._stored(True)
-
-        self._writes.append(self._writer.submit(write))
-
-    @staticmethod
-    def _touch(store: ContextStore, prefix: Prefix) -> None:
-        """Notes on disk that a context was used from memory; one that was removed there is stored at the next use."""
-        if not store.touch(prefix.name):
-            prefix.stored = 0
-
-    def _identity_for(self, owner: str, length: int) -> CacheIdentity:
-        digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
-        reading = f"flushed every {self.unit}{digest and ' for '}{digest}"
-        # the tokens say all that a chat template does
-        return replace(identity_of(self.session, self._tokenizer, length), chat_template=None, reading=reading)
+    def _identity_of(self, owner: str, length: int) -> CacheIdentity:
+        return self.contexts.identity(self.session, f"flushed every {self.unit}", owner, length)

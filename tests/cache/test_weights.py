@@ -24,6 +24,7 @@ from kvcli.models.weights import weights_identity
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 from kvcli.serve.prefixes import Prefixes
+from kvcli.serve.store import ServedContexts
 from kvcli.text.chat import Conversation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*adapter.*:UserWarning", "ignore:`is_gradient_check:FutureWarning")
@@ -169,13 +170,15 @@ def test_a_conversation_is_read_again_for_another_adapter(adapted: Any) -> None:
 def test_prefixes_of_one_adapter_are_used_for_no_other(adapted: Any, tmp_path: Path) -> None:
     ids = IDS.repeat(1, 9)
     with kvcli.attach(adapted.model, "rtn-4") as session:
-        prefixes = Prefixes(session, adapted.tokenizer, ContextStore(tmp_path / "contexts"), None, 2**30, print)
+        prefixes = Prefixes(
+            session, ServedContexts(ContextStore(tmp_path / "contexts"), adapted.tokenizer, None, print), 2**30
+        )
         sources = []
         for name in ("a", "a", "b", "b", "a"):
             adapted.model.set_adapter(name)
             prefixes.keep(prefix := prefixes.read(ids, "", True, lambda count: None))
             sources.append(prefix.source)
-        prefixes.close()
+        prefixes.contexts.close()
     assert sources == ["none", "hot", "none", "hot", "hot"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 CODECS = "methods/test_contract.py"
 CACHE = "cache/test_methods_cache.py"
 SERVER = "serve/test_server.py::test_"
-BATCHING = "integrations/test_continuous_batching.py::test_"
+PAGED = "paged/test_model.py::test_"
 REPORT = "eval/test_report.py::test_"
 
 SEEN: dict[str, str] = {
@@ -65,11 +65,14 @@ SEEN: dict[str, str] = {
     "kvcli.paged.rings:ResidualRings.release": "paged/test_rings.py",
     "kvcli.paged.rings:ResidualRings.check": "paged/test_rings.py",
     "kvcli.paged.batch:Batch.of": "paged/test_batch.py",
-    "kvcli.paged.batch:UniformBatch.visible": BATCHING + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.reference:attend": BATCHING + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.reference:store": BATCHING + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.pages:check_codecs": BATCHING + "what_cannot_be_is_refused_by_name",
-    "kvcli.integrations.continuous_batching:block_bytes": BATCHING + "sectors_beside_other_layers_stay_small",
+    "kvcli.paged.batch:UniformBatch.visible": PAGED + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:attend": PAGED + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:store": PAGED + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.pages:check_codecs": PAGED + "what_cannot_be_is_refused_by_name",
+    "kvcli.paged.rings:AssignedRings.advance": PAGED + "a_prefix_that_requests_share_is_read_from_codes",
+    "kvcli.paged.content:take": "serve/test_continuous.py::test_contexts_are_found_after_a_restart",
+    "kvcli.serve.pages:segments": "serve/test_continuous.py::test_an_answer_depends_on_its_prompt_alone",
+    "kvcli.serve.pages:pass_ends": "serve/test_continuous.py::test_contexts_are_found_after_a_restart",
     # records, searches and recipes
     "kvcli.report.tables:read": "eval/test_report.py",
     "kvcli.report.tables:sections": "eval/test_report.py",

@@ -20,6 +20,7 @@ from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 from kvcli.serve.prefixes import Prefixes
+from kvcli.serve.store import ServedContexts
 from kvcli.text.chat import Conversation
 
 
@@ -80,7 +81,7 @@ def test_a_model_that_drops_its_state_is_read_in_one_pass() -> None:
             lambda: logits(model, cache, 2),
             lambda: kvcli.Document(load(model), session, "A text."),
             lambda: Conversation(load(model), session, kvcli.SamplingConfig()),
-            lambda: Prefixes(session, None, None, None, 0, print),
+            lambda: Prefixes(session, ServedContexts(None, None, None, print), 0),
         ]
         for refused in in_passes:
             with pytest.raises(ModelError, match="drops the state of earlier passes"):

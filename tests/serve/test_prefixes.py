@@ -18,6 +18,7 @@ from kvcli.registry import METHODS
 from kvcli.seam.versions import with_cache
 from kvcli.serve import prefixes as module
 from kvcli.serve.prefixes import Prefix, Prefixes, boundaries
+from kvcli.serve.store import ServedContexts
 
 LONG = 150
 
@@ -36,12 +37,12 @@ def opened(maker: Callable[..., Maker], tmp_path: Path) -> Iterator[Callable[...
     def open_them(name: str, *, stored: bool = True, hot_bytes: int = 2**30, **changes: Any) -> tuple[Maker, Prefixes]:
         maker_ = maker(name, **changes)
         store = ContextStore(tmp_path / "served") if stored else None
-        made.append(Prefixes(maker_.session, maker_.loaded.tokenizer, store, None, hot_bytes, print))
+        made.append(Prefixes(maker_.session, ServedContexts(store, maker_.loaded.tokenizer, None, print), hot_bytes))
         return maker_, made[-1]
 
     yield open_them
     for prefixes in made:
-        prefixes.close()
+        prefixes.contexts.close()
 
 
 def tokens(length: int, seed: int = 0) -> Tensor:
@@ -91,11 +92,11 @@ def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[
     short, other = first[:, :9], tokens(LONG, seed=2)
     expected = {}
     for key, ids in {"first": first, "longer": longer, "edited": edited, "short": short, "other": other}.items():
-        alone = Prefixes(maker.session, maker.loaded.tokenizer, None, None, 0, print)
+        alone = Prefixes(maker.session, ServedContexts(None, maker.loaded.tokenizer, None, print), 0)
         made, prefix = answer(maker, alone, ids)
         assert not prefix.reused
         expected[key] = ids, made, content(prefix) if prefix.flushed else None
-        alone.close()
+        alone.contexts.close()
     found: set[str] = set()
     for key in ("first", "first", "longer", "edited", "first", "short", "other", "longer", "edited", "first"):
         ids, made, snapshot = expected[key]
@@ -105,8 +106,8 @@ def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[
             assert_equal(content(prefix), snapshot)
         found.add(prefix.source)
     assert found >= {"none", "hot"}
-    prefixes.close()
-    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    prefixes.contexts.close()
+    fresh = Prefixes(maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, print), 0)
     for key, (ids, made, snapshot) in expected.items():
         ours, prefix = answer(maker, fresh, ids)
         assert ours == made, key
@@ -114,7 +115,7 @@ def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[
             assert_equal(content(prefix), snapshot)
             assert prefix.source == "disk", key
             assert prefix.reused == prefix.flushed
-    fresh.close()
+    fresh.contexts.close()
 
 
 def test_most_of_a_prompt_is_found_again(opened: Callable[..., Any]) -> None:
@@ -144,17 +145,17 @@ def test_owners_have_nothing_in_common(opened: Callable[..., Any]) -> None:
     assert answer(maker, prefixes, ids, owner="b")[1].source == "none"
     assert answer(maker, prefixes, ids)[1].source == "none"
     assert answer(maker, prefixes, ids, owner="a")[1].source == "hot"
-    prefixes.close()
-    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    prefixes.contexts.close()
+    fresh = Prefixes(maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, print), 0)
     assert answer(maker, fresh, ids, owner="c")[1].source == "none"
     assert answer(maker, fresh, ids, owner="b")[1].source == "disk"
-    fresh.close()
+    fresh.contexts.close()
 
 
 def test_what_may_not_be_stored_is_not(opened: Callable[..., Any]) -> None:
     maker, prefixes = opened("rtn")
     answer(maker, prefixes, tokens(LONG), keep=False)
-    assert prefixes.store.names() == []
+    assert prefixes.contexts.store.names() == []
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -172,9 +173,9 @@ def test_what_was_read_of_a_cancelled_request_is_found_again(hot: bool, opened: 
         prefixes.read(tokens(LONG), "", True, check)
     made, again = answer(maker, prefixes, tokens(LONG))
     assert again.reused >= (80 if hot else 40)
-    fresh = Prefixes(maker.session, maker.loaded.tokenizer, None, None, 0, print)
+    fresh = Prefixes(maker.session, ServedContexts(None, maker.loaded.tokenizer, None, print), 0)
     assert made == answer(maker, fresh, tokens(LONG))[0]
-    fresh.close()
+    fresh.contexts.close()
 
 
 def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
@@ -193,14 +194,14 @@ def test_a_full_disk_is_told_and_costs_no_answer(opened: Callable[..., Any], mon
     maker, prefixes = opened("rtn")
     told: list[str] = []
     written: list[bool] = []
-    prefixes._say, prefixes._stored = told.append, written.append
+    prefixes.contexts._say, prefixes.contexts._stored = told.append, written.append
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prefixes.store, "put", full)
+    monkeypatch.setattr(prefixes.contexts.store, "put", full)
     made, _ = answer(maker, prefixes, tokens(LONG))
-    prefixes.close()
+    prefixes.contexts.close()
     assert len(made) == 6
     assert written == [False]
     assert "No space left" in told[0]
@@ -209,14 +210,16 @@ def test_a_full_disk_is_told_and_costs_no_answer(opened: Callable[..., Any], mon
 def test_a_damaged_context_is_passed_over(opened: Callable[..., Any]) -> None:
     maker, prefixes = opened("rtn")
     made, _ = answer(maker, prefixes, tokens(LONG))
-    prefixes.close()
-    for path in (prefixes.store.folder / "blocks").iterdir():
+    prefixes.contexts.close()
+    for path in (prefixes.contexts.store.folder / "blocks").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, lambda line: None)
+    fresh = Prefixes(
+        maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, lambda line: None), 0
+    )
     again, prefix = answer(maker, fresh, tokens(LONG))
     assert again == made
     assert prefix.source == "none"
-    fresh.close()
+    fresh.contexts.close()
 
 
 @pytest.mark.parametrize("name", ["kivi", "squat", "rtn", "commvq"])
@@ -261,28 +264,28 @@ def test_of_two_contexts_the_one_that_was_read_alike_is_found(opened: Callable[.
     assert set(first) - set(second)
     for length in lengths:
         answer(maker, prefixes, ids[:, :length])
-    prefixes.close()
-    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    prefixes.contexts.close()
+    fresh = Prefixes(maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, print), 0)
     for length in (*lengths, lengths[0]):
         _, prefix = answer(maker, fresh, ids[:, :length])
         assert (prefix.source, prefix.reused) == ("disk", prefix.flushed)
     other_end = torch.cat((ids[:, :105], tokens(35, seed=5)), dim=1)
     assert answer(maker, fresh, other_end)[1].reused == 98  # of the second, though the first was used last
-    fresh.close()
+    fresh.contexts.close()
 
 
 def test_a_context_that_is_used_from_memory_stays_on_disk(opened: Any) -> None:
     """Others go before it; and once it was removed there, it is stored again when it is used next."""
     maker, prefixes = opened("rtn")
-    store, texts = prefixes.store, [tokens(100, seed) for seed in range(3)]
+    store, texts = prefixes.contexts.store, [tokens(100, seed) for seed in range(3)]
 
     def use(ids: Tensor) -> str:
         name = answer(maker, prefixes, ids)[1].name
-        prefixes._writer.submit(lambda: None).result()
+        prefixes.contexts._writer.submit(lambda: None).result()
         return name
 
     first, second = use(texts[0]), use(texts[1])
-    prefixes._store_bytes = store.sizes()[0]  # both fit, a third one does not
+    prefixes.contexts._max_bytes = store.sizes()[0]  # both fit, a third one does not
     assert use(texts[0]) == first
     third = use(texts[2])
     assert {*store.names()} == {first, third} != {second, third}

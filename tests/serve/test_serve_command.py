@@ -24,6 +24,7 @@ from kvcli.cli.output import Output
 from kvcli.cli.serve import ServeOptions, _engine
 from kvcli.contexts import ContextStore
 from kvcli.models.load import load_model
+from kvcli.serve.continuous import ContinuousEngine
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 
@@ -96,9 +97,6 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
     assert "..name" in refused(*serve, "--port", "0", "--host", "..name", "--api-key-file", str(key))
     for options in (("--store-limit", "much"), ("--hot-memory", "-1"), ("--max-model-len", "1"), ("--port", "65536")):
         refused(*serve, *options)
-    for name, value in (("--store", [str(tmp_path / "store")]), ("--store-limit", ["1GiB"])):
-        assert f"stores none; omit {name}" in refused(*serve, "--continuous", name, *value)
-    assert "omit --store-per-key" in refused(*serve, "--continuous", "--store-per-key", "--api-key-file", str(key))
     assert "codes of method 'qjl' depend on" in refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
 
 
@@ -110,8 +108,10 @@ def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Pat
     )
     recipe.save(tmp_path / "r.yaml")
     options, output = ServeOptions(recipe=tmp_path / "r.yaml", continuous=True), Output(quiet=True)
-    with _engine(options, {"hot_bytes": 2**24}, output, print) as (_, engine, _):
-        config = engine.session.config
+    kept = {"hot_bytes": 2**24, "store": None, "store_bytes": None}
+    with _engine(options, kept, output, print) as (_, engine, _):
+        assert isinstance(engine, ContinuousEngine)
+        config = engine.model.session.config
     assert {name: getattr(config, name) for name in settings} == {**settings, "k_bits": (4, 3, 2), "flush_block": 0}
 
 

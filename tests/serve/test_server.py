@@ -22,7 +22,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import CacheError, ModelError
 from kvcli.serve import app as app_module
 from kvcli.serve.answers import Answer
-from kvcli.serve.engine import Job
+from kvcli.serve.jobs import Job
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -362,9 +362,9 @@ def test_what_may_not_be_stored_is_not_found_again(tmp_path: Path) -> None:
         for _ in range(2):
             done = served.chat(TEXT, extra_body={"store": False})
             assert done.usage.prompt_tokens_details.cached_tokens == 0
-        served.prefixes.close()
-        assert served.prefixes.store is not None
-        assert served.prefixes.store.names() == []
+        served.prefixes.contexts.close()
+        assert served.prefixes.contexts.store is not None
+        assert served.prefixes.contexts.store.names() == []
         assert served.prefixes.hot == []
 
 

@@ -21,11 +21,14 @@ from factories import load, make_model
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvcli
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
 from kvcli.models.load import LoadedModel
+from kvcli.paged.model import open_pages
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
+from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.engine import Engine
 from kvcli.serve.prefixes import Prefixes
 from kvcli.text.prompts import chat_ids
@@ -173,16 +176,24 @@ def serving(
 
 
 @contextmanager
-def serving_together(method: str = "rtn-2", model: Any = None, **options: Any) -> Iterator[Served]:
-    """A server whose requests run in the same passes."""
-    from kvcli.integrations.continuous_batching import enable
-    from kvcli.serve.continuous import ContinuousEngine
-
+def serving_together(
+    method: str = "rtn-2",
+    model: Any = None,
+    *,
+    store: Path | None = None,
+    max_bytes: int = 2**22,
+    max_batch: int = 8,
+    **options: Any,
+) -> Iterator[Served]:
+    """A server whose requests run in the same passes, on pages of 32 tokens; the last 8 are exact, or 32."""
     loaded = tiny(model)
-    with enable(loaded, method):
-        engine = ContinuousEngine(loaded, **options, say=print)
+    choice = MethodChoice.of(method, settings={"residual_length": 32 if method.startswith("kivi") else 8})
+    sizes = {"max_bytes": max_bytes, "num_rings": max_batch, "max_length": 4096, "page_size": 32}
+    with open_pages(loaded, choice, **sizes) as paged:
+        kept = None if store is None else ContextStore(store)
+        engine = ContinuousEngine(paged, loaded.tokenizer, store=kept, say=print, **options)
         with listening(Server(loaded, engine, "tiny")) as port:
-            yield Served(loaded, engine.session, engine, port)
+            yield Served(loaded, paged.session, engine, port)
 
 
 @contextmanager

@@ -1,0 +1,307 @@
+"""A model of transformers whose keys and values lie in pages: tokens of several requests are one row of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvcli.artifact.choice import MethodChoice
+from kvcli.attention.attach import attach
+from kvcli.attention.session import Session
+from kvcli.cache.ranges import StepRanges
+from kvcli.errors import CacheError, UnsupportedModelError
+from kvcli.models.load import LoadedModel
+from kvcli.paged.attention import Page, PagedAttention
+from kvcli.paged.batch import Batch
+from kvcli.paged.pages import LayerEncoder, check_codecs
+from kvcli.paged.rings import RESIDUAL_LENGTH, AssignedRings
+from kvcli.rope import NoRope
+from kvcli.seam.layer import AttentionCall, LayerAttention, untraced
+from kvcli.seam.patch import Seam
+from kvcli.seam.versions import cache_of, with_cache
+
+PAGE_SIZE = 128
+"""Tokens of a page: a multiple of all groups of keys that methods have by default."""
+
+_TRIAL = (9, 5, 2)
+"""New tokens of three requests in the pass that shows whether a model keeps them apart."""
+
+
+@dataclass(frozen=True)
+class NewRequestTokens:
+    """New tokens of a request in a pass.
+
+    Attributes:
+        tokens: their ids.
+        num_computed_tokens: earlier ones.
+        first_exact: from which of these on tokens may be attended to exactly, a multiple of the page size.
+        pages: of all tokens, and others after them.
+        ring: 1 or above, of no other request.
+    """
+
+    tokens: Sequence[int]
+    num_computed_tokens: int
+    first_exact: int
+    pages: Sequence[int]
+    ring: int
+
+
+class PagedTokens(NamedTuple):
+    """What the cache's `update` returns in place of keys: new keys before RoPE, [1, num_kv_heads, tokens, head_dim]."""
+
+    key: Tensor
+
+
+class _PagedLayer(CacheLayerMixin):
+    """Hands new tokens to the attention."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, attention: LayerAttention) -> None:
+        super().__init__()
+        self.keys = self.values = torch.empty(0)
+        self._attention = attention
+
+    @untraced
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Takes keys before RoPE."""
+        self.is_initialized = True
+        return PagedTokens(self._attention.in_order(key_states)), value_states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def get_seq_length(self) -> int:
+        """None: a pass says all positions, and attention needs no mask."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As of a first pass."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class PagedModel:
+    """A model with pages of codes; it is patched from `open` to `close`.
+
+    Args:
+        session: of the model and a method, detached.
+        max_bytes: of all pages; there are fewer where `num_rings` requests of `max_length` tokens need fewer.
+        num_rings: requests of a pass at most.
+        max_length: tokens of a request at most.
+        residual_length: recent tokens of a request that are exact.
+        page_size: tokens of a page.
+
+    Attributes:
+        page_bytes: of a page, over all layers.
+        num_pages: that requests may be given, from 0 on.
+        max_length: as given, or of all pages.
+        layout, pages: of each layer, how its pages are laid out, and these, uint8 [num_pages, bytes].
+        vocab_size: logits of a token.
+        device: of the model.
+
+    Raises:
+        UsageError: pages that groups of keys do not divide.
+        UnsupportedModelError: layers without full attention, values of another width than keys, a rotation that depends
+            on the length of a text, layers on several devices, or a model that mixes the tokens of a row otherwise than
+            by attention.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        max_bytes: int,
+        num_rings: int,
+        max_length: int,
+        residual_length: int = RESIDUAL_LENGTH,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.session, self.num_rings = session, num_rings
+        self.page_size, self.residual_length = page_size, residual_length
+        spec, model = session.spec, session.model
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        if spec.other_layers:
+            raise UnsupportedModelError(
+                "layers without full attention, such as a sliding window, have no codes in pages"
+            )
+        if session.rope.switch is not None:
+            raise UnsupportedModelError("pages need a rotation that does not depend on the length of a text")
+        self._seam = Seam(model, self._attend, self._check_call)
+        if len(self._seam.devices) != 1:
+            raise UnsupportedModelError("pages of a model on several devices are not supported")
+        (self.device,) = self._seam.devices
+        self._sinks = session.config.sink_length
+        self._ranges = StepRanges(2 * len(session.codecs), self.device)
+        self._encoders = [LayerEncoder(x, i, model.dtype, self._ranges) for i, x in enumerate(session.codecs)]
+        self.layout = [Page(x, model.dtype, page_size, self._sinks) for x in self._encoders]
+        self.page_bytes = sum(page.nbytes for page in self.layout)
+        self.num_pages = min(max_bytes // self.page_bytes, num_rings * -(-max_length // page_size))
+        self.max_length = min(max_length, self.num_pages * page_size)
+        self.pages = [self._zeros(self.num_pages, page.nbytes, dtype=torch.uint8) for page in self.layout]
+        self._kinds = [(x.codec.rotated, x.codec.key.tokens_per_group) for x in self._encoders]
+        shape = 2, spec.num_kv_heads, spec.head_dim
+        self._rings = [
+            self._zeros(num_rings + 1, residual_length + group - 1, *shape, dtype=model.dtype)
+            for _, group in self._kinds
+        ]
+        self._batches: dict[tuple[bool, int], Batch] = {}
+        self._cache = Cache(layers=[_PagedLayer(layer) for layer in self._seam.attention.layers])
+
+    @property
+    def bits(self) -> float:
+        """Bits per key or value of a page, exact sinks, for which every page has room, included."""
+        spec = self.session.spec
+        return 8 * self.page_bytes / (self.page_size * spec.num_layers * spec.kv_width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
+
+    def open(self) -> None:
+        """Patches the model, and runs it on a few tokens of three requests, together and apart."""
+        self._seam.open()
+        try:
+            self._check_requests_are_apart()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Restores the model."""
+        self._seam.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[NewRequestTokens]) -> Tensor:
+        """Reads new tokens; the logits of the last of each request, [requests, vocab_size].
+
+        CacheError: values beyond what codes hold; what pages and rings of these requests hold is not to be used then.
+        """
+        count = [len(x.tokens) for x in requests]
+        earlier = [x.num_computed_tokens for x in requests]
+        lengths = [past + n for past, n in zip(earlier, count, strict=True)]
+        ids = self._tensor([token for x in requests for token in x.tokens])
+        positions = [*map(range, earlier, lengths)]
+        slots = [
+            x.pages[i // self.page_size] * self.page_size + i % self.page_size
+            for x, of_request in zip(requests, positions, strict=True)
+            for i in of_request
+        ]
+        common: dict[str, Any] = {
+            "query_lens": count,
+            "seq_lens": self._tensor(lengths),
+            "block_table": pad_sequence(
+                [torch.tensor(x.pages[: -(-n // self.page_size)]) for x, n in zip(requests, lengths, strict=True)], True
+            ).to(self.device),
+            "slot_mapping": self._tensor(slots),
+            "page_size": self.page_size,
+            "sinks": self._sinks,
+            "has_codes": any(earlier),
+        }
+        rings, first = (self._tensor([getattr(x, name) for x in requests]) for name in ("ring", "first_exact"))
+        for rotated, group in {*self._kinds}:
+            rope = self._seam.rope if rotated else NoRope(self.session.spec.rope.rotary_dim, self.device)
+            assigned = AssignedRings(rings, first, self.residual_length, group)
+            self._batches[rotated, group] = Batch.of(**common, rope=rope, group=group, rings=assigned)
+        logits: Tensor = self.session.model(
+            input_ids=ids.unsqueeze(0),
+            position_ids=self._tensor([i for of_request in positions for i in of_request]).unsqueeze(0),
+            logits_to_keep=self._tensor(count).cumsum(0) - 1,
+            **with_cache(self._cache),
+        ).logits[0]
+        self._ranges.check()
+        return logits
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        """Attention of the tokens of a pass, [1, tokens, num_heads, head_dim]."""
+        if not isinstance(call.key, PagedTokens):
+            return call.exact()
+        layer_idx, dtype = call.layer.layer_idx, call.query.dtype
+        new = (call.query, call.key.key, call.value)
+        turned = [call.rotation.apply(x).to(dtype) if call.layer.rotated else x for x in new[:2]]
+        query, key, value = (x[0].transpose(0, 1) for x in (*turned, call.value))
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        attention = PagedAttention(
+            self._encoders[layer_idx],
+            self.session.backends[layer_idx],
+            call.scaling,
+            self._rings[layer_idx],
+            call.layer.soft_cap,
+            call.sinks,
+        )
+        pages, batch = self.pages[layer_idx], self._batches[self._kinds[layer_idx]]
+        attention(self.layout[layer_idx], pages, batch, query, key, value, output)
+        return output.unsqueeze(0)
+
+    def _check_call(self, call: Mapping[str, Any]) -> None:
+        """CacheError: a pass with a cache that is not this one."""
+        if (cache := cache_of(call)) is not self._cache and (cache is not None or call["use_cache"]):
+            raise CacheError("the model has pages: its passes are those of PagedModel.run, or have use_cache=False")
+
+    def _check_requests_are_apart(self) -> None:
+        """UnsupportedModelError: logits of requests depend on the others of a pass."""
+        texts = [
+            [(7919 * (i + 31 * row) + 11) % self.session.spec.vocab_size for i in range(n)]
+            for row, n in enumerate(_TRIAL)
+        ]
+        if self.num_pages < len(texts) or self.num_rings < len(texts):
+            return
+        requests = [NewRequestTokens(x, 0, 0, [row], row + 1) for row, x in enumerate(texts)]
+        together = self.run(requests)
+        apart = torch.cat([self.run([x]) for x in requests])
+        if not (together - apart).norm() <= 0.05 * apart.norm():
+            raise UnsupportedModelError("pages need a model whose tokens see each other by attention alone")
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+@contextmanager
+def open_pages(
+    model: nn.Module | LoadedModel,
+    choice: MethodChoice,
+    *,
+    impl: str = "auto",
+    layers: Collection[int] | None = None,
+    **sizes: Any,
+) -> Iterator[PagedModel]:
+    """A model with pages of codes, inside the block.
+
+    Args:
+        choice: `flush_block` as in `MethodChoice.for_pages`, and `residual_length` is 32 by default.
+        impl, layers: as of `kvcli.attach`.
+        sizes: `max_bytes`, `num_rings`, `max_length`, `page_size` of `PagedModel`.
+
+    Raises:
+        UsageError: a `flush_block` that was asked for.
+        As `kvcli.attach`, `check_codecs` and `PagedModel`.
+    """
+    choice = choice.for_pages()
+    with attach(model, choice, impl=impl, layers=layers) as session:
+        check_codecs(choice.method, session.codecs)
+    residual_length = int(choice.named.get("residual_length", RESIDUAL_LENGTH))
+    with PagedModel(session, residual_length=residual_length, **sizes) as paged:
+        yield paged
