@@ -139,7 +139,7 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
 
     length = options.prompt_tokens + options.new_tokens
     kept: dict[str, Any] = {"store": ContextStore(store), "hot_bytes": 2**40, "max_model_len": length}
-    server = Server(loaded, Engine(loaded, session, max_batch=options.max_batch, **kept), "model")
+    server = Server(loaded, Engine(loaded, session, "model", max_batch=options.max_batch, **kept))
     listening = socket.create_server(("127.0.0.1", 0))
     running = uvicorn.Server(uvicorn.Config(server.app(), log_level="error"))
     thread, before = threading.Thread(target=running.run, args=([listening],), daemon=True), sys.getswitchinterval()

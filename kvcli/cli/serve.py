@@ -82,7 +82,7 @@ def run(options: ServeOptions, output: Output) -> None:
     kept: dict[str, Any] = {"store_bytes": parse_size(options.store_limit), "hot_bytes": parse_size(options.hot_memory)}
     store = kept["store"] = _store(options)
     with _bind(options) as listening, _engine(options, kept, output, say) as (loaded, engine, contexts):
-        server = Server(loaded, engine, options.model, keys=keys, per_key=options.store_per_key)
+        server = Server(loaded, engine, keys=keys, per_key=options.store_per_key)
         config = uvicorn.Config(
             server.app(),
             log_level="info" if output.verbose else "error",
@@ -137,7 +137,7 @@ def _engine(
         pages["max_length"] = options.max_model_len or loaded.spec.max_position_embeddings
         with open_pages(loaded, chosen.choice, impl=options.impl, **pages) as model:
             say_notes(model.session, output)
-            batching = ContinuousEngine(model, loaded.tokenizer, **kept, **sizes, say=say)
+            batching = ContinuousEngine(model, loaded.tokenizer, options.model, **kept, **sizes, say=say)
             held = f"{model.num_pages * model.page_size} tokens in {size(model.nbytes)} of memory"
             try:
                 yield loaded, batching, f"contexts {where}, {held}"
@@ -149,7 +149,7 @@ def _engine(
     with chosen.attach(loaded, options.impl, output) as session:
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)
-        engine = Engine(loaded, session, **kept, **sizes, say=say)
+        engine = Engine(loaded, session, options.model, **kept, **sizes, say=say)
         if not engine.prefixes.reusable:
             output.warn("every prompt is read from its beginning: the model rotates a text of each length differently")
         elif loaded.spec.other_layers:

@@ -46,7 +46,6 @@ class Server:
 
     Args:
         engine: makes tokens.
-        name: of the model, as clients see it.
         keys: of which a request needs one; none: it needs none.
         per_key: whether a request uses contexts of its own key alone.
 
@@ -55,15 +54,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        engine: Engine | ContinuousEngine,
-        name: str,
-        *,
-        keys: Sequence[str] = (),
-        per_key: bool = False,
+        self, loaded: LoadedModel, engine: Engine | ContinuousEngine, *, keys: Sequence[str] = (), per_key: bool = False
     ) -> None:
-        self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, name, keys, per_key
+        self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, engine.name, keys, per_key
         self.max_model_len, self.metrics = engine.max_length, engine.metrics
         self.headers = {"x-kvcli-method": engine.method, "x-kvcli-bits": f"{engine.bits:.2f}"}
         self._tokenize = ThreadPoolExecutor(1, "kvcli-tokenize")

@@ -21,7 +21,6 @@ from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
-from kvcli.serve.store import ServedContexts
 
 
 @dataclass(eq=False)
@@ -47,7 +46,6 @@ class Running:
     num_computed: int = 0
     end_of_segment: int = 0
     token: int = -1
-    since: float = field(default_factory=time.monotonic)
 
     @cached_property
     def prompt(self) -> list[int]:
@@ -85,6 +83,7 @@ class ContinuousEngine(JobThread):
     Args:
         model: whose pages hold the contexts; it is open.
         tokenizer, store, store_bytes: see `ServedContexts`.
+        name: of the model, as clients see it.
         max_model_len: as of `Engine`.
         max_waiting, say: see `JobThread`.
 
@@ -99,6 +98,7 @@ class ContinuousEngine(JobThread):
         self,
         model: PagedModel,
         tokenizer: object,
+        name: str,
         *,
         store: ContextStore | None = None,
         store_bytes: int | None = None,
@@ -106,7 +106,7 @@ class ContinuousEngine(JobThread):
         max_waiting: int = 64,
         say: Say = say_nothing,
     ) -> None:
-        super().__init__(max_waiting, say)
+        super().__init__(name, tokenizer, store, store_bytes, max_waiting, say)
         if max_model_len is not None and max_model_len > model.max_length:
             raise UsageError(f"pages hold {model.max_length} tokens, not {max_model_len}; give them more memory")
         self.max_length = max_model_len or model.max_length
@@ -116,15 +116,9 @@ class ContinuousEngine(JobThread):
         self._running, self._rings = list[Running](), [*range(1, model.num_rings + 1)]
         if store is not None:
             store.block_tokens = model.page_size
-        self.contexts = ServedContexts(store, tokenizer, store_bytes, say, self.metrics.count_stored)
+        self.metrics.measure("kv_cache_usage_perc", self._usage)
         self.metrics.hot_bytes.set_function(lambda: self._pool.num_used * model.page_bytes)
-        self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
-        self.start()
-
-    def close(self) -> None:
-        """As that of `JobThread`; what was read is on disk then."""
-        super().close()
-        self.contexts.close()
+        self._thread.start()
 
     def _answer(self) -> bool:
         with self._changed:
@@ -135,7 +129,7 @@ class ContinuousEngine(JobThread):
             admitted = list[Running]()
             while self._waiting and not self._closing and (request := self._admit(self._waiting[0])) is not None:
                 admitted.append(request)
-                self._waiting.popleft()
+                self._begin()
         for request in admitted:
             try:
                 self._find(request)
@@ -147,6 +141,9 @@ class ContinuousEngine(JobThread):
         if ready := self._next_pass():
             self._run_pass(ready)
         return True
+
+    def _usage(self) -> float:
+        return len({page for request in [*self._running] for page in request.pages}) / self.model.num_pages
 
     def _admit(self, job: Job) -> Running | None:
         """Gives a request a ring and pages for all its tokens; None: there are none."""
@@ -169,17 +166,14 @@ class ContinuousEngine(JobThread):
     def _find(self, request: Running) -> None:
         """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
         self._share(request)  # with what was found for others since it was admitted
-        job, source = request.job, "hot" if request.num_computed else "none"
+        job, in_memory = request.job, request.num_computed
         if request.ends:
             last = request.ends[-1][1]
-            if self._load(request):
-                source = "disk"
-            elif not request.next_end[1] and (name := self._pool.on_disk.get(last)) is not None:
+            loaded = self._load(request)
+            if not loaded and not request.next_end[1] and (name := self._pool.on_disk.get(last)) is not None:
                 self.contexts.touch(name, partial(self._pool.forget_disk, name))
         job.cached = request.num_computed
-        self.metrics.prefixes.labels(source).inc()
-        self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
-        self.metrics.tokens.labels("cached").inc(job.cached)
+        job.from_disk = job.cached - in_memory
 
     def _load(self, request: Running) -> bool:
         """Whether there was more on disk, which is in the request's pages and shared then."""
@@ -214,10 +208,8 @@ class ContinuousEngine(JobThread):
         if digest in self._pool.on_disk:
             return
         identity, ids = self._identity_of(request.job), request.job.ids[:, :end].clone()
-        name, snapshot = (
-            self.contexts.name(identity, ids),
-            content.take(self.model, request.pages[: end // self.model.page_size]),
-        )
+        name = self.contexts.name(identity, ids)
+        snapshot = content.take(self.model, request.pages[: end // self.model.page_size])
         self._pool.on_disk.update((digest, name) for _, digest in request.ends)
         self.contexts.put(snapshot, identity, ids, partial(self._pool.forget_disk, name))
 
@@ -299,11 +291,8 @@ class ContinuousEngine(JobThread):
     def _take(self, request: Running, token: int) -> None:
         """Gives a request its next token."""
         job, request.token = request.job, token
-        if not job.answer.num_tokens:
-            self.metrics.first.observe(time.monotonic() - job.since)
-            self.metrics.prefill.observe(time.monotonic() - request.since)
         try:
-            ended = job.answer.feed([token])
+            ended = self._feed(job, [token])
         except Exception as error:  # of its text, which is no other's
             self._end([request], error)
         else:
@@ -316,9 +305,8 @@ class ContinuousEngine(JobThread):
             self._running.remove(request)
             self._rings.append(request.ring)
             self._pool.release(request.segments, request.own)
-            self.metrics.tokens.labels("generated").inc(request.job.answer.num_tokens)
         if error is not None:
             self._fail([request.job for request in requests], error)
             return
         for request in requests:
-            request.job.done(None)
+            self._finish(request.job)

@@ -18,7 +18,6 @@ from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
-from kvcli.serve.store import ServedContexts
 
 Prefilled = tuple[Job, Prefix, Tensor, Snapshot | None]
 """A request, the cache of its prompt and its tokens [1, time]; with others, one more than the snapshot of it holds."""
@@ -28,6 +27,7 @@ class Engine(JobThread):
     """Makes tokens for a session, from the first `submit` to `close`.
 
     Args:
+        name: of the model, as clients see it.
         store, store_bytes: see `ServedContexts`; hot_bytes: see `Prefixes`.
         max_model_len: tokens of a prompt and its answer; None: as many as the model has positions.
         max_waiting: requests that may wait.
@@ -44,6 +44,7 @@ class Engine(JobThread):
         self,
         loaded: LoadedModel,
         session: Session,
+        name: str,
         *,
         store: ContextStore | None,
         store_bytes: int | None = None,
@@ -53,20 +54,13 @@ class Engine(JobThread):
         max_batch: int = 8,
         say: Say = say_nothing,
     ) -> None:
-        super().__init__(max_waiting, say)
-        contexts = ServedContexts(store, loaded.tokenizer, store_bytes, say, self.metrics.count_stored)
-        self.prefixes = Prefixes(session, contexts, hot_bytes)
+        super().__init__(name, loaded.tokenizer, store, store_bytes, max_waiting, say)
+        self.prefixes = Prefixes(session, self.contexts, hot_bytes)
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
-        self.metrics.store_bytes.set_function(lambda: contexts.nbytes)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
         self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
         self._session, self._max_batch = session, max_batch
-        self.start()
-
-    def close(self) -> None:
-        """As that of `JobThread`; what was read is on disk then."""
-        super().close()
-        self.prefixes.contexts.close()
+        self._thread.start()
 
     def _answer(self) -> bool:
         jobs = self._next()
@@ -85,9 +79,9 @@ class Engine(JobThread):
             self._changed.wait_for(lambda: self._closing or self._waiting)
             if self._closing:
                 return []
-            jobs = [self._waiting.popleft()]
+            jobs = [self._begin()]
             while self._waiting and len(jobs) < self._max_batch and self._together([*jobs, self._waiting[0]]):
-                jobs.append(self._waiting.popleft())
+                jobs.append(self._begin())
             return jobs
 
     def _together(self, jobs: list[Job]) -> bool:
@@ -103,14 +97,11 @@ class Engine(JobThread):
     def _prefill(self, job: Job, single: bool) -> Prefilled:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""
         job.check()
-        started = time.monotonic()
         prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
         job.cached = prefix.reused
-        self.metrics.prefixes.labels(prefix.source).inc()
-        self.metrics.load.observe(prefix.load_s)
-        self.metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
-        self.metrics.tokens.labels("prompt").inc(job.ids.shape[1])
-        self.metrics.tokens.labels("cached").inc(prefix.reused)
+        if prefix.source == "disk":
+            job.from_disk = prefix.reused
+            self.metrics.load.observe(prefix.load_s)
         ids = job.ids.to(self._session.model.device)
         if single:
             return job, prefix, ids, None
@@ -139,20 +130,16 @@ class Engine(JobThread):
 
         def on_tokens(tokens: Tensor) -> None:
             nonlocal begun
-            if not begun:
-                for job in jobs:
-                    self.metrics.first.observe(time.monotonic() - job.since)
             for job, row in zip(jobs, tokens.tolist(), strict=True):
                 if job not in unended:
                     continue
                 ended = True  # by an error, too, of which no other request is told
                 with self._reporting_failures([job]):
                     job.check()
-                    if ended := job.answer.feed(row):
-                        job.done(None)
+                    if ended := self._feed(job, row):
+                        self._finish(job)
                 if ended:
                     unended.remove(job)
-                    self.metrics.tokens.labels("generated").inc(job.answer.num_tokens)
             if not unended:
                 raise Cancelled
             if not begun:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
+from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, error_text
 from kvcli.progress import Say
 from kvcli.serve.answers import Answer
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.requests import ApiError
+from kvcli.serve.store import ServedContexts
 
 
 class Cancelled(Exception):
@@ -32,7 +35,8 @@ class Job:
         owner: whose contexts it may use; empty: anybody's.
         store: whether its context may be kept.
         done: called in the engine's thread when the answer has ended, with an error if it failed.
-        cached: tokens of the prompt that were not read again.
+        cached: tokens of the prompt that were not read again; of them on disk, `from_disk`.
+        since, begun, first, last: when it came, was begun, and had its first and last token so far.
     """
 
     ids: Tensor
@@ -43,8 +47,12 @@ class Job:
     store: bool
     done: Callable[[Exception | None], None]
     cached: int = 0
+    from_disk: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     since: float = field(default_factory=time.monotonic)
+    begun: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
 
     def check(self) -> None:
         """Raises Cancelled if nobody waits any more."""
@@ -53,18 +61,25 @@ class Job:
 
 
 class JobThread:
-    """A thread that answers requests, from `start` to `close`.
+    """A thread that answers requests, once it was started, until `close`.
 
     Args:
+        name: of the model, as clients see it.
+        tokenizer, store, store_bytes: see `ServedContexts`.
         max_waiting: requests that may wait.
         say: gets a line about a request that failed.
     """
 
-    def __init__(self, max_waiting: int, say: Say) -> None:
-        self.metrics = Metrics()
-        self.metrics.waiting.set_function(lambda: self.num_waiting)
+    def __init__(
+        self, name: str, tokenizer: Any, store: ContextStore | None, store_bytes: int | None, max_waiting: int, say: Say
+    ) -> None:
+        self.name, self.metrics = name, Metrics(name)
+        self.contexts = ServedContexts(store, tokenizer, store_bytes, say, self.metrics.count_stored)
+        self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
+        self.metrics.measure("num_requests_waiting", lambda: self.num_waiting)
+        self.metrics.measure("num_requests_running", lambda: len(self._unended) - self.num_waiting)
         self._max_waiting, self._say, self._closing = max_waiting, say, False
-        self._waiting, self._changed = deque[Job](), threading.Condition()
+        self._waiting, self._unended, self._changed = deque[Job](), set[Job](), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
 
     @property
@@ -86,6 +101,7 @@ class JobThread:
             if len(self._waiting) >= self._max_waiting:
                 raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded")
             self._waiting.append(job)
+            self._unended.add(job)
             self._changed.notify()
 
     def _drop_cancelled(self) -> None:
@@ -93,24 +109,21 @@ class JobThread:
         for job in [*self._waiting]:
             if job.cancelled.is_set():
                 self._waiting.remove(job)
-                job.done(Cancelled())
-
-    def start(self) -> None:
-        """Begins to answer."""
-        self._thread.start()
+                self._finish(job, Cancelled())
 
     def close(self) -> None:
-        """Ends after the answers that are being made; those that wait fail."""
+        """Ends after the answers that are being made; those that wait fail, and what was read is on disk."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self.contexts.close()
 
     def _run(self) -> None:
         while self._answer():
             pass
         for job in self._waiting:
-            job.done(ApiError(503, "the server ends"))
+            self._finish(job, ApiError(503, "the server ends"))
 
     def _answer(self) -> bool:
         """Waits for requests and works on some; returns False at the end."""
@@ -131,7 +144,46 @@ class JobThread:
         if not isinstance(error, Cancelled | KvcliError):  # memory above all
             self._free_memory()
         for job in jobs:
-            job.done(error)
+            self._finish(job, error)
+
+    def _begin(self) -> Job:
+        """Takes the request that waits longest; the caller holds the lock."""
+        job = self._waiting.popleft()
+        job.begun = time.monotonic()
+        self.metrics.add(request_queue_time_seconds=job.begun - job.since)
+        return job
+
+    def _feed(self, job: Job, tokens: Sequence[int]) -> bool:
+        """Gives an answer its next tokens, and returns whether it has ended."""
+        before, count, metrics = job.answer.num_tokens, job.ids.shape[1], self.metrics
+        ended = job.answer.feed(tokens)
+        made, now = job.answer.num_tokens - before, time.monotonic()
+        metrics.add(generation_tokens=made)
+        if before:
+            for _ in range(made):
+                metrics.add(inter_token_latency_seconds=(now - job.last) / made)
+        else:
+            job.first, hits = now, job.cached - job.from_disk
+            metrics.add(time_to_first_token_seconds=now - job.since, request_prefill_time_seconds=now - job.begun)
+            metrics.add(prompt_tokens=count, prefix_cache_queries=count, prefix_cache_hits=hits)
+            metrics.add(external_prefix_cache_queries=count - hits, external_prefix_cache_hits=job.from_disk)
+        job.last = now
+        return ended
+
+    def _finish(self, job: Job, error: Exception | None = None) -> None:
+        """Tells a request, once, that its answer has ended or failed."""
+        with self._changed:
+            if job not in self._unended:
+                return
+            self._unended.remove(job)
+        now, metrics, answer = time.monotonic(), self.metrics, job.answer
+        reason = "length" if answer.finish_reason == "length" else "stop"
+        metrics.ended["abort" if isinstance(error, Cancelled) else reason if error is None else "error"].inc()
+        if error is None:
+            metrics.add(e2e_request_latency_seconds=now - job.since, request_inference_time_seconds=now - job.begun)
+            metrics.add(request_decode_time_seconds=now - job.first)
+            metrics.add(request_prompt_tokens=job.ids.shape[1], request_generation_tokens=answer.num_tokens)
+        job.done(error)
 
     def _free_memory(self) -> None:
         """Forgets what is kept, which may need the memory that was not there."""

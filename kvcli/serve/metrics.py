@@ -1,31 +1,47 @@
-"""What the server counts, for Prometheus."""
+"""What the server counts, for Prometheus: under vLLM's names what vLLM counts, too, else under names of kvcli."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_SECONDS = [float(f"{x}e{k}") for k in range(-3, 3) for x in (1, 2, 5)]
+_TOKENS = [x * 10**k for k in range(6) for x in (1, 2, 5)]
+_PREFIX = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
+_COUNTERS = ("prompt_tokens", "generation_tokens", *_PREFIX)
+_PHASES = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
+_LATENCIES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", *_PHASES)
+_LENGTHS = ("request_prompt_tokens", "request_generation_tokens")
 
 
 class Metrics:
-    """The counters of one server; `waiting`, `hot_bytes` and `store_bytes` are given functions that measure."""
+    """The figures of a server of a model; `hot_bytes` and `store_bytes` are given functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"registry": self.registry}
-        seconds = {"buckets": _SECONDS, **shared}
+        self._vllm = {"model_name": model, "engine": "0"}
+        buckets = {f"{name}_seconds": _SECONDS for name in _LATENCIES} | dict.fromkeys(_LENGTHS, _TOKENS)
+        self._add = {name: self._of_vllm(Counter, name).inc for name in _COUNTERS}
+        self._add |= {name: self._of_vllm(Histogram, name, buckets=x).observe for name, x in buckets.items()}
+        ended = Counter("vllm:request_success", "request success", (*self._vllm, "finished_reason"), **shared)
+        self.ended = {x: ended.labels(**self._vllm, finished_reason=x) for x in ("stop", "length", "abort", "error")}
         self.requests = Counter("kvcli_requests", "Requests, by endpoint and status", ("endpoint", "status"), **shared)
-        self.tokens = Counter("kvcli_tokens", "Tokens, by kind: prompt, cached, generated", ("kind",), **shared)
-        self.prefixes = Counter("kvcli_prefixes", "Prompts, by where their prefix was", ("source",), **shared)
         self.stored = Counter("kvcli_contexts_stored", "Contexts, by whether they were written", ("written",), **shared)
-        self.load = Histogram("kvcli_load_seconds", "Finding and loading a prefix", **seconds)
-        self.prefill = Histogram("kvcli_prefill_seconds", "Reading what is new of a prompt", **seconds)
-        self.first = Histogram("kvcli_first_token_seconds", "From request to first token", **seconds)
-        self.waiting = Gauge("kvcli_waiting_requests", "Requests that wait", **shared)
+        self.load = Histogram("kvcli_load_seconds", "Loading a context from disk", buckets=_SECONDS, **shared)
         cache = Gauge("kvcli_cache_bytes", "Bytes of contexts, by place: hot, disk", ("place",), **shared)
         self.hot_bytes, self.store_bytes = cache.labels("hot"), cache.labels("disk")
+
+    def add(self, **values: float) -> None:
+        """Adds to counters and histograms of vLLM, by their names."""
+        for name, value in values.items():
+            self._add[name](value)
+
+    def measure(self, name: str, gauge: Callable[[], float]) -> None:
+        """Adds a gauge of vLLM."""
+        self._of_vllm(Gauge, name).set_function(gauge)
 
     def count_stored(self, written: bool) -> None:
         """Counts a context that was written, or could not be."""
@@ -34,3 +50,7 @@ class Metrics:
     def text(self) -> bytes:
         """All of them, in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+    def _of_vllm(self, kind: type[Any], name: str, **options: Any) -> Any:
+        made = kind(f"vllm:{name}", name.replace("_", " "), [*self._vllm], registry=self.registry, **options)
+        return made.labels(**self._vllm)

@@ -136,12 +136,8 @@ class Prefixes:
         prefix.used, prefix.nbytes = time.monotonic(), memory.allocated_bytes + memory.other_bytes + states
         self.hot.append(prefix)
         self.hot.sort(key=lambda x: -x.used)
-        total = 0
-        for i, x in enumerate(self.hot):
-            total += x.nbytes
-            if total > self._hot_bytes:
-                del self.hot[i:]
-                break
+        while self.hot_bytes > self._hot_bytes:
+            self.hot.pop()
 
     @property
     def joinable(self) -> bool:

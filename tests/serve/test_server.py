@@ -16,7 +16,7 @@ import torch
 from byte_tokenizer import CHAT
 from factories import make_model
 from families import make
-from served import LONG, Served, answered, busy, request, serving, until
+from served import LONG, Served, answered, busy, request, serving, serving_together, until
 
 from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import CacheError, ModelError
@@ -167,15 +167,46 @@ def test_curl_is_a_client(served: Served) -> None:
 
 def test_health_and_metrics(served: Served) -> None:
     assert json.loads(served.ask("/health").body) == {"status": "ok"}
-    before = {kind: served.counted("kvcli_tokens_total", kind=kind) for kind in ("prompt", "generated")}
+    before = {x: served.counted(f"vllm:{x}_total", model_name="tiny") for x in ("prompt_tokens", "generation_tokens")}
     requests = served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200")
     served.complete("Count", 7)
     text = served.ask("/metrics")
     assert text.status == 200
-    assert b"kvcli_first_token_seconds_count" in text.body
-    assert served.counted("kvcli_tokens_total", kind="prompt") == before["prompt"] + 5
-    assert served.counted("kvcli_tokens_total", kind="generated") == before["generated"] + 7
+    assert b"vllm:time_to_first_token_seconds_count" in text.body
+    assert served.counted("vllm:prompt_tokens_total") == before["prompt_tokens"] + 5
+    assert served.counted("vllm:generation_tokens_total") == before["generation_tokens"] + 7
     assert served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200") == requests + 1
+
+
+@pytest.mark.parametrize("opened", [serving, serving_together])
+def test_a_request_is_counted_on_its_way(opened: Any, tmp_path: Path) -> None:
+    """In memory, from disk, cut off by its client, and refused."""
+    with opened(store=tmp_path) as served:
+        served.complete(TEXT * 3, 4)
+        assert served.counted("vllm:prefix_cache_hits_total") == 0
+        cached = served.complete(TEXT * 3, 4).usage.prompt_tokens_details.cached_tokens
+        assert served.counted("vllm:prefix_cache_hits_total", model_name="tiny", engine="0") == cached > 0
+    with opened(store=tmp_path) as served:
+        assert served.complete(TEXT * 3, 4).usage.prompt_tokens_details.cached_tokens == cached
+        assert served.counted("vllm:prefix_cache_hits_total") == 0
+        assert served.counted("vllm:prefix_cache_queries_total") == len(TEXT * 3)
+        assert served.counted("vllm:external_prefix_cache_queries_total") == len(TEXT * 3)
+        assert served.counted("vllm:external_prefix_cache_hits_total") == cached
+        assert served.counted("kvcli_load_seconds_count") == 1
+        with served.open(request("/v1/completions", STREAM)):
+            until(lambda: served.counted("vllm:num_requests_running") == 1)
+            until(lambda: served.counted("vllm:generation_tokens_total") > 8)  # before the answer has ended
+            assert served.counted("vllm:num_requests_waiting") == 0
+        until(lambda: served.counted("vllm:request_success_total", finished_reason="abort") == 1)
+        assert served.counted("vllm:num_requests_running") == 0
+        assert served.ask("/v1/completions", {"prompt": "Hi", "temperature": -1}).status == 400
+        assert served.counted("vllm:request_success_total", finished_reason="length") == 1
+        assert served.counted("vllm:request_success_total") == 2
+        for name in ("e2e_request_latency", "request_inference_time", "request_decode_time"):
+            assert served.counted(f"vllm:{name}_seconds_count") == 1
+        assert served.counted("vllm:request_generation_tokens_sum") == 4
+        made = served.counted("vllm:generation_tokens_total")
+        assert served.counted("vllm:inter_token_latency_seconds_count") == made - 2
 
 
 def test_names_that_clients_make_up_are_not_counted_apart(served: Served) -> None:
@@ -279,7 +310,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one_of_its_batch() -> None:
         assert short.result().usage.completion_tokens == 3
         long.close()
         served.complete("Next", 1)
-        assert served.counted("kvcli_tokens_total", kind="generated") < LONG
+        assert served.counted("vllm:generation_tokens_total") < LONG
 
 
 def test_too_many_requests_are_told_to_come_later() -> None:
@@ -298,13 +329,13 @@ def test_too_many_requests_are_told_to_come_later() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_work_for_a_client_that_goes_away_ends(served: Served, stream: bool) -> None:
-    before = served.counted("kvcli_tokens_total", kind="generated")
-    started = served.counted("kvcli_first_token_seconds_count")
+    before = served.counted("vllm:generation_tokens_total")
+    started = served.counted("vllm:time_to_first_token_seconds_count")
     connection = served.open(request("/v1/completions", {**STREAM, "stream": stream}))
-    until(lambda: served.counted("kvcli_first_token_seconds_count") > started)
+    until(lambda: served.counted("vllm:time_to_first_token_seconds_count") > started)
     connection.close()
     assert served.complete("Next", 3).usage.completion_tokens == 3
-    assert served.counted("kvcli_tokens_total", kind="generated") < before + LONG / 2
+    assert served.counted("vllm:generation_tokens_total") < before + LONG / 2
 
 
 def test_a_client_that_goes_away_before_its_stream_begins_costs_nothing(
@@ -318,7 +349,7 @@ def test_a_client_that_goes_away_before_its_stream_begins_costs_nothing(
         gone.wait(30)
         return prompt_ids(*args, **options)
 
-    before = served.counted("kvcli_tokens_total", kind="generated")
+    before = served.counted("vllm:generation_tokens_total")
     monkeypatch.setattr(app_module, "prompt_ids", wait)
     connection = served.open(request("/v1/completions", STREAM))
     assert tokenizing.wait(30)
@@ -326,13 +357,13 @@ def test_a_client_that_goes_away_before_its_stream_begins_costs_nothing(
     assert served.ask("/health").status == 200  # the end of the other connection was read before
     gone.set()
     assert served.complete("Next", 3).usage.completion_tokens == 3
-    assert served.counted("kvcli_tokens_total", kind="generated") < before + LONG / 2
+    assert served.counted("vllm:generation_tokens_total") < before + LONG / 2
 
 
 def test_a_client_that_does_not_read_blocks_nobody(served: Served) -> None:
-    started = served.counted("kvcli_first_token_seconds_count")
+    started = served.counted("vllm:time_to_first_token_seconds_count")
     with served.open(request("/v1/completions", {**STREAM, "max_tokens": 300}), receive_bytes=2048) as connection:
-        until(lambda: served.counted("kvcli_first_token_seconds_count") > started)
+        until(lambda: served.counted("vllm:time_to_first_token_seconds_count") > started)
         assert served.complete("Next", 3).usage.completion_tokens == 3
         text = answered(connection).body  # all of it waits for its client
     assert text.count(b'"finish_reason": "length"') == 1
@@ -353,8 +384,8 @@ def test_a_client_that_goes_away_while_it_waits_costs_nothing(stream: bool) -> N
             second = pool.submit(served.complete, "Two", 2)
             until(lambda: served.engine._waiting[-1].sampling.max_new_tokens == 2 and served.engine.num_waiting == 2)
         assert [x.result().usage.completion_tokens for x in (first, second)] == [2, 2]
-        assert served.counted("kvcli_tokens_total", kind="prompt") == len("waitOneTwo")
-        assert served.counted("kvcli_tokens_total", kind="generated") == 5
+        assert served.counted("vllm:prompt_tokens_total") == len("waitOneTwo")
+        assert served.counted("vllm:generation_tokens_total") == 5
 
 
 def test_what_may_not_be_stored_is_not_found_again(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def serving(
         sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
-            engine = Engine(loaded, session, store=kept, **sizes, say=print)
-        with listening(Server(loaded, engine, "tiny", keys=keys, per_key=per_key)) as port:
+            engine = Engine(loaded, session, "tiny", store=kept, **sizes, say=print)
+        with listening(Server(loaded, engine, keys=keys, per_key=per_key)) as port:
             yield Served(loaded, session, engine, port)
 
 
@@ -191,8 +191,8 @@ def serving_together(
     sizes = {"max_bytes": max_bytes, "num_rings": max_batch, "max_length": 4096, "page_size": 32}
     with open_pages(loaded, choice, **sizes) as paged:
         kept = None if store is None else ContextStore(store)
-        engine = ContinuousEngine(paged, loaded.tokenizer, store=kept, say=print, **options)
-        with listening(Server(loaded, engine, "tiny")) as port:
+        engine = ContinuousEngine(paged, loaded.tokenizer, "tiny", store=kept, say=print, **options)
+        with listening(Server(loaded, engine)) as port:
             yield Served(loaded, paged.session, engine, port)
 
 

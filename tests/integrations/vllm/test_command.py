@@ -19,6 +19,8 @@ from byte_tokenizer import byte_tokenizer
 from console import invoke, refused
 from factories import make_model
 
+from kvcli.serve.metrics import Metrics
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -109,6 +111,19 @@ def test_other_versions_and_none_are_refused(stand_in: Path, folder: str, monkey
     assert "vLLM 0.26 or 0.31 to 0.33, not 0.32.0: pip install 'kvcli[vllm]'" in refused(*serve)
     monkeypatch.setattr("kvcli.integrations.vllm.command.entry_points", lambda **_: ())
     assert "which is not installed beside kvcli: pip install 'kvcli[vllm]'" in refused(*serve)
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="needs vLLM, see docs/engines.md")
+def test_figures_of_our_own_server_have_names_and_types_of_vllm() -> None:
+    spec: Any = find_spec("vllm")
+    text = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    known = {name: kind for kind, name in re.findall(r'self\._(\w+)_cls\(\s*name="([\w:]+)"', text)}
+    metrics = Metrics("tiny")
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        metrics.measure(gauge, lambda: 0)
+    ours = {x.name: x.type for x in metrics.registry.collect() if not x.name.startswith("kvcli_")}
+    assert len(ours) >= 19
+    assert ours == {name: known[name] for name in ours}
 
 
 @pytest.mark.slow
