@@ -132,7 +132,7 @@ class PagedModel:
         self.session, self.num_rings = session, num_rings
         self.page_size, self.residual_length = page_size, residual_length
         spec, model = session.spec, session.model
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = spec.vocab_size
         if spec.other_layers:
             raise UnsupportedModelError(
                 "layers without full attention, such as a sliding window, have no codes in pages"

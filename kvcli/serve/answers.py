@@ -6,13 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcli.serve.requests import Function
 from kvcli.text.detokenizer import Detokenizer
 
 Piece = tuple[str, Any]
-"""A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text, or index, name and arguments."""
+"""A part of an answer: `content`, `reasoning_content`, `tool_calls` or `logprobs`, and its text, or JSON."""
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token that was made, before sampling, and those of the most probable ones."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 def response_parser(tokenizer: Any, model: Any, start: str, tools: Any) -> Any:
@@ -61,22 +69,35 @@ class Answer:
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
 
-    def feed(self, tokens: Iterable[int]) -> bool:
-        """Takes new tokens until the answer ends, and returns whether it has."""
+    def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, *, is_over: bool = False) -> bool:
+        """Takes new tokens until the answer ends, and returns whether it has.
+
+        `logprob` is of the only one; after the last, nothing can follow where the answer `is_over`.
+        """
         for token in tokens:
             if self.finish_reason is not None:
                 break
             self.num_tokens += 1
             ended = token in self.ends
+            if logprob is not None and not ended:
+                self._pieces.append(("logprobs", [self._logprob(logprob)]))
             if not ended or self.parser is not None:
                 self._end = self.tokenizer.decode([token]) if ended else ""
                 self._add(self._text.add([token]))
-            if self.finish_reason is None and (ended or self.num_tokens >= self.max_tokens):
-                self._finish("stop" if ended else "length")
+            if self.finish_reason is None and (ended or is_over or self.num_tokens >= self.max_tokens):
+                self._finish("stop" if ended or is_over else "length")
         for piece in self._pieces:
             self.send(piece)
         self._pieces.clear()
         return self.finish_reason is not None
+
+    def _logprob(self, made: TokenLogprob) -> dict[str, Any]:
+        """An entry of OpenAI's; a token that is no whole text has no bytes."""
+        entries = []
+        for token, logprob in [(made.token, made.logprob), *made.top]:
+            text = str(self.tokenizer.decode([token]))
+            entries.append({"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]})
+        return {**entries[0], "top_logprobs": entries[1:]}
 
     def _add(self, text: str) -> None:
         """Sends text, but for an end of it that may be the beginning of a stop string."""
@@ -149,44 +170,65 @@ class Form:
     chat: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+    def whole(self, answers: Sequence[tuple[Sequence[Piece], str]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a response that is not streamed: pieces of each answer, and why it ended."""
+        choices = [self._whole(*answer, index) for index, answer in enumerate(answers)]
+        return self._body("chat.completion", choices) | {"usage": usage}
+
+    def _whole(self, pieces: Sequence[Piece], finish_reason: str, index: int) -> dict[str, Any]:
         text = "".join(x for kind, x in pieces if kind == "content")
         reasoning = "".join(x for kind, x in pieces if kind == "reasoning_content")
         calls = [self._call(x) for kind, x in pieces if kind == "tool_calls"]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
-        return self._body("chat.completion", {"message": message}, text, finish_reason) | {"usage": usage}
+        logprobs = [x for kind, entries in pieces if kind == "logprobs" for x in entries]
+        return self._choice({"message": message}, text, logprobs, finish_reason, index)
 
-    def chunk(self, piece: Piece | None, finish_reason: str | None = None) -> dict[str, Any]:
-        """An event of a stream: a piece; without one the beginning, or the end."""
+    def chunk(self, piece: Piece | None, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
+        """An event of a stream: a piece of an answer; without one its beginning, or its end."""
         start: Piece = ("content", "")
         kind, value = piece or start
+        logprobs = value if kind == "logprobs" else []
+        kind, value = start if logprobs else (kind, value)
         if kind == "tool_calls":
             value = [{"index": value["index"], **self._call(value)}]
         delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
-        return self._body("chat.completion.chunk", {"delta": delta}, value, finish_reason)
+        return self._body(
+            "chat.completion.chunk", [self._choice({"delta": delta}, value, logprobs, finish_reason, index)]
+        )
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event of a stream that says how many tokens there were."""
         return self.chunk(None) | {"choices": [], "usage": usage}
 
-    def _body(self, kind: str, said: dict[str, Any], text: Any, finish_reason: str | None) -> dict[str, Any]:
-        kind, choice = (kind, said) if self.chat else ("text_completion", {"text": text})
-        choice = {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
+    def _choice(
+        self, said: dict[str, Any], text: Any, logprobs: list[Any], finish_reason: str | None, index: int
+    ) -> dict[str, Any]:
+        told: dict[str, Any] | None = None
+        if logprobs and self.chat:
+            told = {"content": logprobs, "refusal": None}
+        elif logprobs:
+            told = {"tokens": [x["token"] for x in logprobs], "token_logprobs": [x["logprob"] for x in logprobs]}
+            told["top_logprobs"] = [{y["token"]: y["logprob"] for y in x["top_logprobs"]} for x in logprobs]
+        choice = said if self.chat else {"text": text}
+        return {"index": index, **choice, "logprobs": told, "finish_reason": finish_reason}
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _call(self, call: Any) -> dict[str, Any]:
         function = {"name": call["name"], "arguments": call["arguments"]}
         return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
 
 
-def usage_of(prompt_tokens: int, cached: int, answer: Answer) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, cached: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """How many tokens a request had, and how many of the prompt's were not read again."""
+    made = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": answer.num_tokens,
-        "total_tokens": prompt_tokens + answer.num_tokens,
+        "completion_tokens": made,
+        "total_tokens": prompt_tokens + made,
         "prompt_tokens_details": {"cached_tokens": cached},
     }

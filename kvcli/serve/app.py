@@ -12,6 +12,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
+from kvcli.serve.grammar import JsonGrammars
 from kvcli.serve.jobs import Cancelled, Job
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
@@ -37,6 +39,9 @@ _BODY_BYTES_PER_TOKEN = 64
 """Bytes of a body per token that a prompt may have: no text of so many tokens is larger, escaped as JSON."""
 
 _LEAST_BODY_BYTES = 2**20
+
+Event = tuple[int, Piece | Exception | None]
+"""Of which answer a piece is, the error that it has failed with, or None at its end."""
 
 T = TypeVar("T")
 
@@ -60,6 +65,7 @@ class Server:
         self.max_model_len, self.metrics = engine.max_length, engine.metrics
         self.headers = {"x-kvcli-method": engine.method, "x-kvcli-bits": f"{engine.bits:.2f}"}
         self._tokenize = ThreadPoolExecutor(1, "kvcli-tokenize")
+        self._grammars = JsonGrammars(loaded.tokenizer, loaded.spec.vocab_size, loaded.end_tokens)
 
     def app(self) -> Starlette:
         """The application."""
@@ -120,13 +126,15 @@ class Server:
         tools = body.tools if body.tool_choice != "none" else None
         messages, loaded = [message.plain() for message in body.messages], self.loaded
 
-        def read() -> tuple[torch.Tensor, Any]:
-            text, before = (chat_text(loaded, messages, to_reply, tools) for to_reply in (True, False))
+        def read() -> tuple[torch.Tensor, list[Any]]:
+            variables = body.chat_template_kwargs
+            text, before = (chat_text(loaded, messages, to_reply, tools, variables) for to_reply in (True, False))
             start = text[len(before) :] if text.startswith(before) else ""
-            return ids_of_text(loaded, text), response_parser(loaded.tokenizer, loaded.model, start, tools)
+            parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in range(body.n)]
+            return ids_of_text(loaded, text), parsers
 
-        ids, parser = await self._in_tokenizer_thread(read, "messages")
-        return await self._answer(request, body, ids, owner, parser)
+        ids, parsers = await self._in_tokenizer_thread(read, "messages")
+        return await self._answer(request, body, ids, owner, parsers)
 
     async def _complete(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), CompletionBody, self.name)
@@ -145,7 +153,7 @@ class Server:
             raise ApiError(400, str(error), param) from error
 
     async def _answer(
-        self, request: Request, body: Body, ids: torch.Tensor, owner: str, parser: Any = None
+        self, request: Request, body: Body, ids: torch.Tensor, owner: str, parsers: Sequence[Any] = ()
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
         ids, count, limit, chat = ids.cpu(), ids.shape[1], self.max_model_len, isinstance(body, ChatBody)
@@ -154,44 +162,64 @@ class Server:
             asked = f"However, you requested {most} of an answer to {count} tokens."
             message = f"This model's maximum context length is {limit} tokens. {asked}"
             raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception | None]()
+        grammars = list[Any]()
+        if (schema := body.schema_of_answer()) is not None:
+            make = [partial(self._grammars.of, schema)] * body.n
+            grammars = await self._in_tokenizer_thread(lambda: [one() for one in make], "response_format")
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
-        def send(event: Piece | Exception | None) -> None:
+        def send(index: int, event: Piece | Exception | None) -> None:
             with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
-        ends = self.loaded.end_tokens
-        answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send, ids[0].tolist())
-        job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
-        self.engine.submit(job)
+        ends, prompt, jobs = self.loaded.end_tokens, ids[0].tolist(), list[Job]()
+        for index in range(body.n):
+            parser, grammar = (x[index] if x else None for x in (parsers, grammars))
+            tell = partial(send, index)
+            answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt)
+            seed = None if body.seed is None else body.seed + index
+            job = Job(ids, body.sampling(most), seed, answer, owner, body.store, tell)
+            job.num_logprobs, job.grammar = body.num_logprobs(), grammar
+            jobs.append(job)
+        try:
+            for job in jobs:
+                self.engine.submit(job)
+        except ApiError:
+            _cancel(jobs)
+            raise
         if body.stream:
-            stream = self._stream(job, form, _stream_pieces(events), body.stream_options.include_usage)
+            stream = self._stream(jobs, form, _stream_pieces(events, body.n), body.stream_options.include_usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
-        watching = asyncio.ensure_future(_cancel_without_client(request, job))
+        watching = asyncio.ensure_future(_cancel_without_client(request, jobs))
+        pieces: list[list[Piece]] = [[] for _ in jobs]
         try:
-            pieces = [piece async for piece in _stream_pieces(events)]
+            async for index, piece in _stream_pieces(events, body.n):
+                if piece is not None:
+                    pieces[index].append(piece)
         finally:
-            job.cancelled.set()
+            _cancel(jobs)
             watching.cancel()
-        result = form.whole(pieces, str(answer.finish_reason), usage_of(count, job.cached, answer))
-        return JSONResponse(result, headers=self.headers)
+        answers = [(made, str(job.answer.finish_reason)) for made, job in zip(pieces, jobs, strict=True)]
+        return JSONResponse(form.whole(answers, _usage(jobs)), headers=self.headers)
 
-    async def _stream(self, job: Job, form: Form, pieces: AsyncIterator[Piece], usage: bool) -> AsyncIterator[str]:
-        """Server-sent events of an answer; the work stops when the client goes away."""
+    async def _stream(
+        self, jobs: Sequence[Job], form: Form, pieces: AsyncIterator[tuple[int, Piece | None]], usage: bool
+    ) -> AsyncIterator[str]:
+        """Server-sent events of answers; the work stops when the client goes away."""
         try:
-            if form.chat:
-                yield _event(form.chunk(None))
-            async for piece in pieces:
-                yield _event(form.chunk(piece))
-            yield _event(form.chunk(None, job.answer.finish_reason))
+            for index in range(len(jobs)) if form.chat else ():
+                yield _event(form.chunk(None, index=index))
+            async for index, piece in pieces:
+                reason = jobs[index].answer.finish_reason if piece is None else None
+                yield _event(form.chunk(piece, reason, index))
             if usage:
-                yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
+                yield _event(form.usage_chunk(_usage(jobs)))
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.to_dict())
         finally:
-            job.cancelled.set()
+            _cancel(jobs)
 
     async def _models(self, request: Request, owner: str) -> Response:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvcli"}
@@ -227,23 +255,34 @@ def api_error(error: BaseException) -> ApiError:
     return next(ApiError(status, message) for kind, status, message in ERROR_RESPONSES if isinstance(error, kind))
 
 
-async def _stream_pieces(events: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
-    """The pieces of an answer as they come; ApiError: it failed."""
-    while (event := await events.get()) is not None:
+async def _stream_pieces(events: asyncio.Queue[Event], count: int) -> AsyncIterator[tuple[int, Piece | None]]:
+    """The pieces of so many answers as they come, None at the end of each; ApiError: one has failed."""
+    while count:
+        index, event = await events.get()
         if isinstance(event, Exception):
             raise api_error(event) from event
-        yield event
+        count -= event is None
+        yield index, event
 
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"  # in ASCII: clients split lines at more characters than at these
 
 
-async def _cancel_without_client(request: Request, job: Job) -> None:
-    """Cancels a job when the client goes away; the body was read before."""
+def _cancel(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.cancelled.set()
+
+
+def _usage(jobs: Sequence[Job]) -> dict[str, Any]:
+    return usage_of(jobs[0].ids.shape[1], jobs[0].cached, [job.answer for job in jobs])
+
+
+async def _cancel_without_client(request: Request, jobs: Sequence[Job]) -> None:
+    """Cancels jobs when the client goes away; the body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.cancelled.set()
+    _cancel(jobs)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -19,6 +19,7 @@ from kvcli.paged import content
 from kvcli.paged.model import NewRequestTokens, PagedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
+from kvcli.serve.answers import TokenLogprob
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
 
@@ -68,9 +69,21 @@ class Running:
         tokens = self.prompt[self.num_computed : self.next_end[0]] if self.is_prompt else [self.token]
         return NewRequestTokens(tokens, self.num_computed, self.end_of_segment, self.pages, self.ring)
 
+    def next_token(self, logits: Tensor) -> Tensor:
+        """A token int64 [1, 1] of logits [1, vocab_size]."""
+        grammar = self.job.grammar
+        return self._choose(logits if grammar is None else grammar.allowed(logits))
+
+    def logprob_of(self, token: int, logits: Tensor) -> TokenLogprob | None:
+        """What the model says of a token and the most probable ones, by logits [vocab_size], if it is asked for."""
+        if (count := self.job.num_logprobs) is None:
+            return None
+        logprobs = logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(count)
+        return TokenLogprob(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+
     @cached_property
-    def choose(self) -> NextToken:
-        """What makes its tokens of logits."""
+    def _choose(self) -> NextToken:
         job, device = self.job, self.model.device
         seed = secrets.randbits(63) if job.seed is None else job.seed
         generator = torch.Generator(device).manual_seed(seed)
@@ -258,7 +271,7 @@ class ContinuousEngine(JobThread):
         except Exception as error:  # what it has written of these requests is not known
             self._end(ready, error)
             return
-        chosen = list[tuple[Running, Tensor]]()
+        chosen = list[tuple[Running, Tensor, Tensor]]()
         for request, tokens, row, is_finite in zip(ready, new, logits, finite, strict=True):
             if request.is_prompt:
                 self._keep(request)
@@ -269,12 +282,12 @@ class ContinuousEngine(JobThread):
                 try:
                     if not request.job.answer.num_tokens:
                         self._store(request)
-                    chosen.append((request, request.choose(row.unsqueeze(0))))
+                    chosen.append((request, request.next_token(row.unsqueeze(0)), row))
                 except Exception as error:
                     self._end([request], error)
-        made = torch.cat([token for _, token in chosen]).flatten().tolist() if chosen else []
-        for (request, _), token in zip(chosen, made, strict=True):
-            self._take(request, token)
+        made = torch.cat([token for _, token, _ in chosen]).flatten().tolist() if chosen else []
+        for (request, _, row), token in zip(chosen, made, strict=True):
+            self._take(request, token, row)
 
     def _keep(self, request: Running) -> None:
         """Shares what a pass has read of a prompt, if it was a segment, with others."""
@@ -288,11 +301,14 @@ class ContinuousEngine(JobThread):
             request.segments.append(digest)
             self._pool.keep(digest, pages)
 
-    def _take(self, request: Running, token: int) -> None:
-        """Gives a request its next token."""
+    def _take(self, request: Running, token: int, logits: Tensor) -> None:
+        """Gives a request its next token, which was chosen by logits [vocab_size]."""
         job, request.token = request.job, token
         try:
-            ended = self._feed(job, [token])
+            if job.grammar is not None:
+                job.grammar.take(token)
+            is_over = job.grammar is not None and job.grammar.is_over
+            ended = self._feed(job, [token], request.logprob_of(token, logits), is_over=is_over)
         except Exception as error:  # of its text, which is no other's
             self._end([request], error)
         else:

@@ -18,6 +18,7 @@ from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
+from kvcli.serve.requests import ApiError
 
 Prefilled = tuple[Job, Prefix, Tensor, Snapshot | None]
 """A request, the cache of its prompt and its tokens [1, time]; with others, one more than the snapshot of it holds."""
@@ -61,6 +62,13 @@ class Engine(JobThread):
         self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
         self._session, self._max_batch = session, max_batch
         self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """As that of `JobThread`; ApiError: what is asked for needs the logits of every token."""
+        for name, value in (("logprobs", job.num_logprobs), ("response_format", job.grammar)):
+            if value is not None:
+                raise ApiError(400, f"{name} is served by 'kvcli serve --continuous' alone", name)
+        super().submit(job)
 
     def _answer(self) -> bool:
         jobs = self._next()

@@ -17,6 +17,7 @@ from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, error_text
 from kvcli.progress import Say
 from kvcli.serve.answers import Answer
+from kvcli.serve.grammar import Grammar
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.requests import ApiError
 from kvcli.serve.store import ServedContexts
@@ -35,6 +36,8 @@ class Job:
         owner: whose contexts it may use; empty: anybody's.
         store: whether its context may be kept.
         done: called in the engine's thread when the answer has ended, with an error if it failed.
+        num_logprobs: how many of the most probable tokens the answer tells at each place; None: no probabilities.
+        grammar: which the answer follows.
         cached: tokens of the prompt that were not read again; of them on disk, `from_disk`.
         since, begun, first, last: when it came, was begun, and had its first and last token so far.
     """
@@ -46,6 +49,8 @@ class Job:
     owner: str
     store: bool
     done: Callable[[Exception | None], None]
+    num_logprobs: int | None = None
+    grammar: Grammar | None = None
     cached: int = 0
     from_disk: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -153,10 +158,10 @@ class JobThread:
         self.metrics.add(request_queue_time_seconds=job.begun - job.since)
         return job
 
-    def _feed(self, job: Job, tokens: Sequence[int]) -> bool:
-        """Gives an answer its next tokens, and returns whether it has ended."""
+    def _feed(self, job: Job, tokens: Sequence[int], *rest: Any, **options: Any) -> bool:
+        """`Answer.feed` of a request."""
         before, count, metrics = job.answer.num_tokens, job.ids.shape[1], self.metrics
-        ended = job.answer.feed(tokens)
+        ended = job.answer.feed(tokens, *rest, **options)
         made, now = job.answer.num_tokens - before, time.monotonic()
         metrics.add(generation_tokens=made)
         if before:

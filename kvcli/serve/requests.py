@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Json, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    Json,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from starlette.responses import JSONResponse
 
 from kvcli.attention.generation import SamplingConfig
@@ -125,6 +135,36 @@ def _only(served: Any) -> AfterValidator:
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
+MOST_LOGPROBS = 20
+"""Tokens of which the probability is told at one place, at most."""
+
+
+class JsonSchema(Fields, extra="ignore"):
+    """A named schema."""
+
+    name: str = ""
+    of_json: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    """What an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: it is text."""
+        if self.type == "json_schema":
+            return None if self.json_schema is None else self.json_schema.of_json
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with the type json_schema alone")
+        return self
+
+
 class Body(Fields):
     """What completions and chat completions have in common.
 
@@ -147,8 +187,7 @@ class Body(Fields):
     store: bool = True
     user: Any = None
     metadata: Any = None
-    n: Annotated[int, _only(1)] = 1
-    logprobs: Annotated[bool, _only(False)] = False
+    n: int = Field(default=1, ge=1, le=8)
     frequency_penalty: Annotated[float, _only(0)] = 0.0
     presence_penalty: Annotated[float, _only(0)] = 0.0
     logit_bias: Annotated[dict[str, Any], _only({})] = {}
@@ -162,6 +201,14 @@ class Body(Fields):
         """Tokens of the answer at most; None: it does not say."""
         return self.max_tokens
 
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are told at each place, beside the chosen one; None: nothing is."""
+        raise NotImplementedError
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer is of, if it is JSON."""
+        return None
+
 
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
@@ -169,9 +216,14 @@ class CompletionBody(Body):
     default_limit: ClassVar[int] = 16
 
     prompt: Any
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     best_of: Annotated[int, _only(1)] = 1
     echo: Annotated[bool, _only(False)] = False
     suffix: Literal[""] = ""
+
+    def num_logprobs(self) -> int | None:
+        """As that of `Body`."""
+        return self.logprobs
 
 
 class ChatBody(Body):
@@ -182,16 +234,35 @@ class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
-    top_logprobs: Annotated[int, _only(0)] = 0
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
     parallel_tool_calls: Annotated[bool, _only(True)] = True
     tool_choice: Literal["auto", "none"] = "auto"
-    response_format: Annotated[dict[str, Any], _only({"type": "text"})] = {"type": "text"}
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    chat_template_kwargs: dict[str, Any] = {}
     modalities: Annotated[list[str], _only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
 
     def limit(self) -> int | None:
         """As `Body.limit`; the newer name counts."""
         return self.max_completion_tokens or self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        """As that of `Body`."""
+        return self.top_logprobs if self.logprobs else None
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """As that of `Body`."""
+        return self.response_format.schema_of_answer()
+
+    @field_validator("top_logprobs", "response_format")
+    @classmethod
+    def _goes_with_others(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "top_logprobs" and value and not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs")
+        if info.field_name == "response_format" and value.type != "text" and info.data.get("tools"):
+            raise ValueError("it goes with no tools")
+        return value
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -207,9 +278,10 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         names = [str(name)[:80] for name in first["loc"]]
+        said = first["msg"].removeprefix("Value error, ")
+        said = "Unrecognized request argument supplied" if first["type"] == "extra_forbidden" else said
         if not names:
             raise ApiError(400, "the body is no JSON object in UTF-8") from None
-        said = "Unrecognized request argument supplied" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{'.'.join(names)}: {said}", ".".join(names[:2])) from None
     if body.model not in (None, model):
         message = f"The model '{str(body.model)[:80]}' does not exist; this is '{model}'"

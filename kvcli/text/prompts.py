@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -65,19 +66,28 @@ def chat_ids(loaded: LoadedModel, messages: Sequence[Message], tools: Any = None
     return ids_of_text(loaded, chat_text(loaded, messages, tools=tools))
 
 
-def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True, tools: Any = None) -> str:
+def chat_text(
+    loaded: LoadedModel,
+    messages: Sequence[Message],
+    to_reply: bool = True,
+    tools: Any = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """A conversation as the tokenizer's chat template renders it; with `to_reply`, a reply's beginning follows.
 
-    `tools` are JSON schemas of functions that the model may call.
+    `tools` are JSON schemas of functions that the model may call; `variables` are of the template's own.
 
-    UsageError: a tokenizer without a chat template; ModelError: a chat template that fails.
+    UsageError: a tokenizer without a chat template, or a variable that is an argument of transformers; ModelError: a
+    chat template that fails.
     """
     tokenizer: Any = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{loaded.name} has no chat template: it continues texts, as 'kvcli generate' lets it")
+    if taken := variables and signature(tokenizer.apply_chat_template).parameters.keys() & variables.keys():
+        raise UsageError(f"'{min(taken)}' is no variable of a chat template")
     try:
         options = {"add_generation_prompt": to_reply, "tools": tools, "tokenize": False}
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+        return str(tokenizer.apply_chat_template(list(messages), **options, **(variables or {})))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
         raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
 

@@ -236,7 +236,7 @@ def test_a_tool_call_that_is_none_is_text(call: str, size: int) -> None:
 def test_a_call_without_arguments_has_an_empty_object_of_them_and_is_taken_back(said: str) -> None:
     pieces: list[Piece] = []
     answer(pieces, parsed=True).feed([*ids(f'<tool_call>{{"name": "now"{said}}}</tool_call>'), END])
-    message = FORMS[0].whole(pieces, "tool_calls", {})["choices"][0]["message"]
+    message = FORMS[0].whole([(pieces, "tool_calls")], {})["choices"][0]["message"]
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
     message = ChatCompletionMessage.model_validate(message).model_dump()  # with fields of the client's that are null
     assert Message.model_validate(message).plain()["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
@@ -300,8 +300,8 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     pieces: list[Piece] = []
     made = answer(pieces, parsed=parsed and form.chat)
     made.feed([*ids(text), END])
-    usage = usage_of(7, 5, made)
-    body = form.whole(pieces, str(made.finish_reason), usage)
+    usage = usage_of(7, 5, [made])
+    body = form.whole([(pieces, str(made.finish_reason))], usage)
     events = [form.chunk(piece) for piece in pieces]
     events = [*([form.chunk(None)] if form.chat else []), *events, form.chunk(None, finish_reason=made.finish_reason)]
     events.append(form.usage_chunk(usage))

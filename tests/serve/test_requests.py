@@ -38,14 +38,15 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"frequency_penalty": 0.1}, "frequency_penalty"),
         ({"presence_penalty": 0.1}, "presence_penalty"),
         ({"logit_bias": {"3": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
