@@ -47,10 +47,10 @@ class ContextReader:
             raise no_context(self.folder, name)
         return StoredContext.of(row)
 
-    def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
-        """All contexts whose records can be read, the most recently used first; `say` gets a line about the others."""
+    def contexts(self, say: Say = say_nothing, limit: int = -1) -> list[StoredContext]:
+        """Contexts whose records can be read, the most recently used first, at most `limit`; `say`: of others."""
         with self._index.reading() as db:
-            rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC").fetchall()
+            rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC LIMIT ?", (limit,)).fetchall()
         contexts = []
         for row in rows:
             try:

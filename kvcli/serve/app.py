@@ -9,17 +9,19 @@ import json
 import re
 import secrets
 from array import array
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvcli.errors import KvcliError, ModelError, UsageError
@@ -74,7 +76,9 @@ class Server:
             self._route("/v1/completions", self._complete, "POST"),
             self._route("/v1/models", self._models),
             self._route("/v1/models/{name:path}", self._models),
+            self._route("/v1/contexts", self._contexts),
             self._route("/metrics", self._count),
+            self._route("/", self._page),
             Route("/health", self._health),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _unexpected}
@@ -101,6 +105,7 @@ class Server:
             host = re.sub(r":\d*$", "", request.headers.get("host", "").lower()).strip("[]")
             if host not in LOOPBACK:  # a page that has made its own name mean this machine
                 raise ApiError(403, f"without an API key, only {', '.join(LOOPBACK)} are served")
+        if not self._keys or request.scope["path"] == "/":  # our own page asks for a key itself
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         known = [hmac.compare_digest(key.encode(), x.encode()) for x in self._keys]
@@ -225,10 +230,23 @@ class Server:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvcli"}
         model["max_model_len"] = self.max_model_len
         if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [model]})
+            return JSONResponse({"object": "list", "data": [model]}, headers=self.headers)
         if request.path_params["name"] != self.name:
             raise ApiError(404, f"The model does not exist; this is '{self.name}'", "model", "model_not_found")
-        return JSONResponse(model)
+        return JSONResponse(model, headers=self.headers)
+
+    async def _contexts(self, request: Request, owner: str) -> Response:
+        identities = [self.engine.identity_of(owner, length) for length in (1, self.max_model_len)]
+        listed = await asyncio.to_thread(self.engine.contexts.listed, identities)
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def _page(self, request: Request, owner: str) -> Response:
+        page = Path(__file__).with_name("page.html").read_text()
+        policy = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'"
+        for kind in ("script", "style"):
+            digest = hashlib.sha256(page.split(f"<{kind}>")[1].split(f"</{kind}>")[0].encode()).digest()
+            policy += f"; {kind}-src 'sha256-{b64encode(digest).decode()}'"
+        return HTMLResponse(page, headers={"content-security-policy": policy})
 
     async def _count(self, request: Request, owner: str) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
+from prometheus_client import Gauge
 from torch import Tensor
 
 from kvcli.attention.generation import NextToken
@@ -129,7 +130,7 @@ class ContinuousEngine(JobThread):
         self._running, self._rings = list[Running](), [*range(1, model.num_rings + 1)]
         if store is not None:
             store.block_tokens = model.page_size
-        self.metrics.measure("kv_cache_usage_perc", self._usage)
+        self.metrics.of_vllm(Gauge, "kv_cache_usage_perc").set_function(self._usage)
         self.metrics.hot_bytes.set_function(lambda: self._pool.num_used * model.page_bytes)
         self._thread.start()
 
@@ -196,7 +197,8 @@ class ContinuousEngine(JobThread):
             return max((x for x in {*ends} & {*pass_ends(stored, size)} if x <= length), default=0)
 
         started, wanted = time.monotonic(), request.job.ids[:, : ends[-1]]
-        found = self.contexts.load(wanted, self._identity_of(request.job), fit, request.num_computed, self.model.device)
+        identity = self.identity_of(request.job.owner)
+        found = self.contexts.load(wanted, identity, fit, request.num_computed, self.model.device)
         if found is None:
             return False
         context, (stored, length) = found
@@ -220,15 +222,16 @@ class ContinuousEngine(JobThread):
         end, digest = request.ends[-1]
         if digest in self._pool.on_disk:
             return
-        identity, ids = self._identity_of(request.job), request.job.ids[:, :end].clone()
+        identity, ids = self.identity_of(request.job.owner), request.job.ids[:, :end].clone()
         name = self.contexts.name(identity, ids)
         snapshot = content.take(self.model, request.pages[: end // self.model.page_size])
         self._pool.on_disk.update((digest, name) for _, digest in request.ends)
         self.contexts.put(snapshot, identity, ids, partial(self._pool.forget_disk, name))
 
-    def _identity_of(self, job: Job) -> CacheIdentity:
+    def identity_of(self, owner: str, length: int = 1) -> CacheIdentity:
+        """What contexts of so many tokens of a client are bound to."""
         reading = f"pages of {self.model.page_size}, {LONG_PASS} at once"
-        return self.contexts.identity(self.model.session, reading, job.owner, 1)
+        return self.contexts.identity(self.model.session, reading, owner, length)
 
     def _share(self, request: Running) -> None:
         """Lets a request go on from what others have read of its prompt."""

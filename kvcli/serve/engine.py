@@ -57,6 +57,7 @@ class Engine(JobThread):
     ) -> None:
         super().__init__(name, loaded.tokenizer, store, store_bytes, max_waiting, say)
         self.prefixes = Prefixes(session, self.contexts, hot_bytes)
+        self.identity_of = self.prefixes.identity_of
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
         self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits

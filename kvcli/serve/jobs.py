@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import Gauge
 from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
@@ -81,10 +82,10 @@ class JobThread:
         self.name, self.metrics = name, Metrics(name)
         self.contexts = ServedContexts(store, tokenizer, store_bytes, say, self.metrics.count_stored)
         self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
-        self.metrics.measure("num_requests_waiting", lambda: self.num_waiting)
-        self.metrics.measure("num_requests_running", lambda: len(self._unended) - self.num_waiting)
         self._max_waiting, self._say, self._closing = max_waiting, say, False
         self._waiting, self._unended, self._changed = deque[Job](), set[Job](), threading.Condition()
+        self.metrics.of_vllm(Gauge, "num_requests_waiting").set_function(lambda: self.num_waiting)
+        self.metrics.of_vllm(Gauge, "num_requests_running").set_function(lambda: len(self._unended) - self.num_waiting)
         self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
 
     @property

@@ -13,23 +13,22 @@ _PREFIX = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_q
 _COUNTERS = ("prompt_tokens", "generation_tokens", *_PREFIX)
 _PHASES = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
 _LATENCIES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", *_PHASES)
-_LENGTHS = ("request_prompt_tokens", "request_generation_tokens")
 
 
 class Metrics:
     """The figures of a server of a model; `hot_bytes` and `store_bytes` are given functions."""
 
     def __init__(self, model: str) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self._vllm = CollectorRegistry(), {"model_name": model, "engine": "0"}
         shared: dict[str, Any] = {"registry": self.registry}
-        self._vllm = {"model_name": model, "engine": "0"}
-        buckets = {f"{name}_seconds": _SECONDS for name in _LATENCIES} | dict.fromkeys(_LENGTHS, _TOKENS)
-        self._add = {name: self._of_vllm(Counter, name).inc for name in _COUNTERS}
-        self._add |= {name: self._of_vllm(Histogram, name, buckets=x).observe for name, x in buckets.items()}
+        buckets = {f"{x}_seconds": _SECONDS for x in _LATENCIES} | {f"request_{x}": _TOKENS for x in _COUNTERS[:2]}
+        self._add = {name: self.of_vllm(Counter, name).inc for name in _COUNTERS}
+        self._add |= {name: self.of_vllm(Histogram, name, buckets=x).observe for name, x in buckets.items()}
         ended = Counter("vllm:request_success", "request success", (*self._vllm, "finished_reason"), **shared)
         self.ended = {x: ended.labels(**self._vllm, finished_reason=x) for x in ("stop", "length", "abort", "error")}
         self.requests = Counter("kvcli_requests", "Requests, by endpoint and status", ("endpoint", "status"), **shared)
-        self.stored = Counter("kvcli_contexts_stored", "Contexts, by whether they were written", ("written",), **shared)
+        stored = Counter("kvcli_contexts_stored", "Contexts, by whether they were written", ("written",), **shared)
+        self.count_stored: Callable[[bool], None] = lambda written: stored.labels(str(written).lower()).inc()
         self.load = Histogram("kvcli_load_seconds", "Loading a context from disk", buckets=_SECONDS, **shared)
         cache = Gauge("kvcli_cache_bytes", "Bytes of contexts, by place: hot, disk", ("place",), **shared)
         self.hot_bytes, self.store_bytes = cache.labels("hot"), cache.labels("disk")
@@ -39,18 +38,11 @@ class Metrics:
         for name, value in values.items():
             self._add[name](value)
 
-    def measure(self, name: str, gauge: Callable[[], float]) -> None:
-        """Adds a gauge of vLLM."""
-        self._of_vllm(Gauge, name).set_function(gauge)
-
-    def count_stored(self, written: bool) -> None:
-        """Counts a context that was written, or could not be."""
-        self.stored.labels(str(written).lower()).inc()
-
     def text(self) -> bytes:
         """All of them, in the text format of Prometheus."""
         return generate_latest(self.registry)
 
-    def _of_vllm(self, kind: type[Any], name: str, **options: Any) -> Any:
+    def of_vllm(self, kind: type[Any], name: str, **options: Any) -> Any:
+        """A new figure that vLLM has, too."""
         made = kind(f"vllm:{name}", name.replace("_", " "), [*self._vllm], registry=self.registry, **options)
         return made.labels(**self._vllm)

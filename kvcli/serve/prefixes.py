@@ -106,7 +106,7 @@ class Prefixes:
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, self._identity_of(owner, ids.shape[1]), keep)
+        prefix = self._longest(ids.cpu(), ends, self.identity_of(owner, ids.shape[1]), keep)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
@@ -134,8 +134,7 @@ class Prefixes:
             return
         memory, states = prefix.cache.memory(), 0 if prefix.end is None else prefix.end.nbytes
         prefix.used, prefix.nbytes = time.monotonic(), memory.allocated_bytes + memory.other_bytes + states
-        self.hot.append(prefix)
-        self.hot.sort(key=lambda x: -x.used)
+        self.hot = sorted([*self.hot, prefix], key=lambda x: -x.used)
         while self.hot_bytes > self._hot_bytes:
             self.hot.pop()
 
@@ -179,7 +178,6 @@ class Prefixes:
         elif best is not None:
             new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
-                device = self.session.model.device
                 whole = best.cache.snapshot(device, best.end) if self._whole else best.cache.snapshot(device)
                 new.cache.restore(whole if self._whole else whole.prefix(length))
                 best.used = time.monotonic()
@@ -198,5 +196,6 @@ class Prefixes:
         prefix.name = self.contexts.name(prefix.identity, ids)
         self.contexts.put(prefix.cache.snapshot(), prefix.identity, ids, prefix.forget_disk)
 
-    def _identity_of(self, owner: str, length: int) -> CacheIdentity:
+    def identity_of(self, owner: str, length: int) -> CacheIdentity:
+        """What contexts of so many tokens of a client are bound to."""
         return self.contexts.identity(self.session, f"flushed every {self.unit}", owner, length)

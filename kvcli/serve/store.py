@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +53,15 @@ class ServedContexts:
         with suppress(ContextError, OSError):
             return self.store.sizes()[0] if self.store is not None else 0
         return 0
+
+    def listed(self, identities: Sequence[CacheIdentity]) -> list[dict[str, Any]]:
+        """What is of use to one of these, of the 100 contexts that were used last."""
+        with suppress(ContextError, OSError):
+            found = self.store.contexts(limit=100) if self.store is not None else []
+            found = [x for x in found if None in [x.difference(identity) for identity in identities]]
+            rows = [(x.name, x.record.num_tokens, x.record.nbytes, x.used) for x in found]
+            return [dict(zip(("name", "tokens", "bytes", "last_used"), row, strict=True)) for row in rows]
+        return []
 
     @property
     def is_busy(self) -> bool:

@@ -53,7 +53,7 @@ def test_every_key_opens(key: str, locked: Served) -> None:
         "Authorization: Bearer " + "a" * 5000,
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/metrics", TEXT_PATH, CHAT_PATH])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/contexts", "/metrics", TEXT_PATH, CHAT_PATH])
 def test_without_a_key_nothing_is_told(header: str, path: str, locked: Served) -> None:
     body = {"prompt": "Hi"} if path.endswith("completions") else None
     refused = locked.ask(path, body, header)
@@ -75,7 +75,7 @@ def test_a_wrong_key_is_an_error_of_its_own_to_clients(locked: Served) -> None:
 )
 def test_pages_of_other_names_do_not_reach_a_server_without_keys(host: str, served: Served) -> None:
     """Their browsers send them here if their name server says so."""
-    for path, body in (("/v1/models", None), (TEXT_PATH, {"prompt": "Hi"})):
+    for path, body in (("/v1/models", None), ("/", None), (TEXT_PATH, {"prompt": "Hi"})):
         refused = served.ask(path, body, host=host)
         assert refused.status == 403, host
         refused.error()
@@ -89,7 +89,7 @@ def test_names_of_this_machine_need_no_key(host: str, served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [
-        ("/", "GET", 404),
+        ("/page.html", "GET", 404),
         ("/v1/embeddings", "POST", 404),
         ("/v1/../etc/passwd", "GET", 404),
         ("/v1/x?\xff", "GET", 404),
