@@ -126,10 +126,12 @@ class JobThread:
         self.contexts.close()
 
     def _run(self) -> None:
-        while self._answer():
-            pass
-        for job in self._waiting:
-            self._finish(job, ApiError(503, "the server ends"))
+        try:
+            while self._answer():
+                pass
+        finally:  # also after an error that nobody expects, or clients would wait for ever
+            for job in [*self._unended]:
+                self._finish(job, ApiError(503, "the server ends"))
 
     def _answer(self) -> bool:
         """Waits for requests and works on some; returns False at the end."""

@@ -69,6 +69,7 @@ SEEN: dict[str, str] = {
     "kvcli.paged.reference:attend": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.reference:store": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.pages:check_codecs": PAGED + "what_cannot_be_is_refused_by_name",
+    "kvcli.seam.model:ModelAttention.check_later_passes": "seam/test_odd_models.py::test_a_model_that_drops",
     "kvcli.paged.rings:AssignedRings.advance": PAGED + "a_prefix_that_requests_share_is_read_from_codes",
     "kvcli.paged.content:take": "serve/test_continuous.py::test_contexts_are_found_after_a_restart",
     "kvcli.serve.pages:segments": "serve/test_continuous.py::test_an_answer_depends_on_its_prompt_alone",

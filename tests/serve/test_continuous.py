@@ -359,6 +359,14 @@ def test_a_request_that_fails_takes_no_others_along(served: Served, monkeypatch:
     until(lambda: is_idle(served))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_an_error_that_nobody_expects_clients_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_together() as served:
+        monkeypatch.setattr(served.engine, "_next_pass", None)
+        assert served.ask("/v1/completions", {"prompt": "Hi"}).status == 503
+        assert served.ask("/health").status == 503
+
+
 def test_logits_that_are_not_finite_are_no_answer(exact: Served) -> None:
     weight = exact.loaded.model.lm_head.weight.data
     before = weight[7].clone()
