@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,6 +24,7 @@ from kvcli.paged.batch import Batch
 from kvcli.paged.pages import LayerEncoder, check_codecs
 from kvcli.paged.rings import RESIDUAL_LENGTH, AssignedRings
 from kvcli.rope import NoRope
+from kvcli.seam.decoder import find_decoder
 from kvcli.seam.layer import AttentionCall, LayerAttention, untraced
 from kvcli.seam.patch import Seam
 from kvcli.seam.versions import cache_of, with_cache
@@ -137,6 +139,8 @@ class PagedModel:
             raise UnsupportedModelError(
                 "layers without full attention, such as a sliding window, have no codes in pages"
             )
+        if "position_ids" not in signature(find_decoder(model).forward).parameters:
+            raise UnsupportedModelError("pages need a model that is given the positions of tokens")
         if session.rope.switch is not None:
             raise UnsupportedModelError("pages need a rotation that does not depend on the length of a text")
         self._seam = Seam(model, self._attend, self._check_call)

@@ -308,9 +308,7 @@ class ContinuousEngine(JobThread):
         """Gives a request its next token, which was chosen by logits [vocab_size]."""
         job, request.token = request.job, token
         try:
-            if job.grammar is not None:
-                job.grammar.take(token)
-            is_over = job.grammar is not None and job.grammar.is_over
+            is_over = job.grammar is not None and job.grammar.take(token)
             ended = self._feed(job, [token], request.logprob_of(token, logits), is_over=is_over)
         except Exception as error:  # of its text, which is no other's
             self._end([request], error)
@@ -324,8 +322,7 @@ class ContinuousEngine(JobThread):
             self._running.remove(request)
             self._rings.append(request.ring)
             self._pool.release(request.segments, request.own)
+            if error is None:
+                self._finish(request.job)
         if error is not None:
             self._fail([request.job for request in requests], error)
-            return
-        for request in requests:
-            self._finish(request.job)

@@ -22,21 +22,17 @@ class Grammar:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing can follow."""
-        return bool(self._matcher.is_stopped())
-
     def allowed(self, logits: Tensor) -> Tensor:
         """Logits [1, vocab_size], of other tokens minus infinity."""
         words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         bits = (words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32)).flatten()[: logits.shape[1]] & 1
         return logits.masked_fill(bits.to(logits.device) == 0, -torch.inf)
 
-    def take(self, token: int) -> None:
-        """Goes on with a token; ModelError: it cannot be the next one."""
+    def take(self, token: int) -> bool:
+        """Goes on with a token, and returns whether nothing can follow; ModelError: it cannot be the next one."""
         if not self._matcher.consume_token(token):
             raise ModelError(f"the answer cannot be JSON of its schema: {self._matcher.get_error()}")
+        return bool(self._matcher.is_stopped())
 
 
 class JsonGrammars:

@@ -293,6 +293,7 @@ NTK = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
         ("gemma3_text", {}, "layers without full attention"),
         ("mimo_v2_flash", {"v_head_dim": 8}, "different widths"),
         ("llama", {"rope_parameters": NTK}, "does not depend on the length"),
+        ("blenderbot", {}, "is given the positions"),
     ],
 )
 def test_models_that_pages_cannot_take_are_refused_by_name(family: str, changes: Any, message: str) -> None:

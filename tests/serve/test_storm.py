@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -89,22 +89,29 @@ class Storm:
             next(stream, None)
 
 
+@pytest.fixture
+def storm(tmp_path: Path) -> Iterator[Storm]:
+    """A server of a tiny model, which ends with the test."""
+    folder, tokenizer = tmp_path / "tiny", byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    made = Storm(folder, tmp_path / "alone")
+    yield made
+    made.kill()
+
+
 @pytest.mark.skipif(not REQUESTS, reason="takes minutes: KVCLI_STORM=1000 pytest tests/serve/test_storm.py")
 @pytest.mark.timeout(3600)
-def test_no_answer_is_another_in_a_storm(tmp_path: Path) -> None:
+def test_no_answer_is_another_in_a_storm(storm: Storm, tmp_path: Path) -> None:
     """Fault (engines): 16 clients of `kvcli serve --continuous` with samplings of their own, of which some go away,
     among kills and on a full disk. Result: every answer is the one that a server alone gives; after a kill, all of a
     prompt that was stored is found.
     """
-    folder, rng = tmp_path / "tiny", random.Random(0)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    rng = random.Random(0)
     books = [" ".join(map(str, rng.choices(WORDS, k=400))) for _ in range(3)]
     prompts = [book[: rng.randrange(40, 1600)] + end for book in books for end in ("", " Why?", " Who was it?", " One")]
     cases = [(prompt, sampling) for prompt in prompts for sampling in SAMPLINGS]
-    storm = Storm(folder, tmp_path / "alone")
     storm.start()
     expected = {str(case): storm.ask(*case)[0] for case in cases}
     storm.kill()
@@ -144,10 +151,8 @@ def test_no_answer_is_another_in_a_storm(tmp_path: Path) -> None:
     all_of(2 * 10**6, lambda: None)
     assert wrong == []
     long = books[0][:1500] + books[1][:100]
-    assert storm.ask(long, SAMPLINGS[0], 1)[1] < len(long) / 2
     storm.ask(long, SAMPLINGS[0], 1)
-    time.sleep(1)
+    time.sleep(2)
     storm.kill()
     storm.start()
-    assert storm.ask(long, SAMPLINGS[0], 1)[1] >= 0.9 * len(long)
-    storm.kill()
+    assert storm.ask(long, SAMPLINGS[0], 1)[1] >= 0.95 * len(long)
