@@ -27,7 +27,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def _find(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     config: Any = model.config
-    count = config.get_text_config(decoder=True).num_hidden_layers
+    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", "decoder")
     get_decoder: Any = getattr(model, "get_decoder", None)
     # a tower for images may have as many layers
     first = () if get_decoder is None else get_decoder().modules()

@@ -87,3 +87,8 @@ def test_a_model_that_drops_its_state_is_read_in_one_pass() -> None:
             with pytest.raises(ModelError, match="drops the state of earlier passes"):
                 refused()
         logits(model, cache, 1)
+
+
+def test_a_model_whose_config_counts_no_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="has no list of its decoder layers"):
+        kvcli.attach(make("blt"), "fp16")
