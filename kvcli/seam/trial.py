@@ -27,7 +27,7 @@ from kvcli.seam.recorder import (
 from kvcli.seam.rotary import RotaryCall, identity_like, passes_on
 from kvcli.seam.sdpa import causal_mask, plain_attention
 
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference from the model's own attention, relative to its largest output."""
 
 
@@ -193,5 +193,5 @@ class LayerProbe:
             self.is_finite = self.is_finite and bool(finite.all())
             ours, theirs = (y.float().where(finite, 0) for y in (x, reference))
             error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-        if not error <= _TOLERANCE.get(reference.dtype, 0.05):
+        if not error <= TOLERANCE.get(reference.dtype, 0.05):
             raise NotUnderstood(wrong.format(f"{100 * error:.2g} %"))

@@ -207,6 +207,16 @@ def test_kernels_read_the_pages_of_a_batch() -> None:
     check_all(model, "kivi-2", prompts, ours, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["whisper", "gpt2", "opt", "gpt_neox", "cohere", "phi"])
+def test_models_of_other_kinds(family: str) -> None:
+    """Learned positions, a part of the channels rotated, channels side by side, and one that keeps all logits."""
+    model = make(family)
+    prompts = prompts_of(model, 20, 9, 33)
+    with enabled(model, "rtn-4") as paged:
+        ours = generated(paged, prompts)
+    check_all(model, "rtn-4", prompts, ours)
+
+
 def test_a_page_has_the_bits_of_its_codes(tiny_model: Any) -> None:
     with enabled(tiny_model, "turboquant-3") as paged:
         assert paged.bits == pytest.approx(paged.session.true_bits, rel=0.01)
