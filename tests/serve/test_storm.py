@@ -104,9 +104,8 @@ def storm(tmp_path: Path) -> Iterator[Storm]:
 @pytest.mark.skipif(not REQUESTS, reason="takes minutes: KVCLI_STORM=1000 pytest tests/serve/test_storm.py")
 @pytest.mark.timeout(3600)
 def test_no_answer_is_another_in_a_storm(storm: Storm, tmp_path: Path) -> None:
-    """Fault (engines): 16 clients of `kvcli serve --continuous` with samplings of their own, of which some go away,
-    among kills and on a full disk. Result: every answer is the one that a server alone gives; after a kill, all of a
-    prompt that was stored is found.
+    """Fault (kills): `kvcli serve --continuous` killed among 16 clients, some of which go away, or on a full disk.
+    Result: every answer is the one that a server alone gives; what was stored of a prompt is found.
     """
     rng = random.Random(0)
     books = [" ".join(map(str, rng.choices(WORDS, k=400))) for _ in range(3)]
