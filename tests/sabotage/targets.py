@@ -9,6 +9,7 @@ CODECS = "methods/test_contract.py"
 CACHE = "cache/test_methods_cache.py"
 SERVER = "serve/test_server.py::test_"
 PAGED = "paged/test_model.py::test_"
+ODD = "seam/test_odd_models.py::test_"
 REPORT = "eval/test_report.py::test_"
 
 SEEN: dict[str, str] = {
@@ -69,7 +70,7 @@ SEEN: dict[str, str] = {
     "kvcli.paged.reference:attend": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.reference:store": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.pages:check_codecs": PAGED + "what_cannot_be_is_refused_by_name",
-    "kvcli.seam.model:ModelAttention.check_later_passes": "seam/test_odd_models.py::test_a_model_that_drops",
+    "kvcli.seam.model:ModelAttention.check_later_passes": ODD + "a_model_that_drops_its_state_is_read_in_one_pass",
     "kvcli.paged.rings:AssignedRings.advance": PAGED + "a_prefix_that_requests_share_is_read_from_codes",
     "kvcli.paged.content:take": "serve/test_continuous.py::test_contexts_are_found_after_a_restart",
     "kvcli.serve.pages:segments": "serve/test_continuous.py::test_an_answer_depends_on_its_prompt_alone",
