@@ -41,6 +41,7 @@ class Storm:
         self.folder, self.store = folder, store
         self.process: Any = None
         self.client: Any = None
+        self.reader: Any = None
 
     def start(self, *options: str) -> None:
         command = [sys.executable, "-m", "kvcli", "serve", str(self.folder), *METHOD, "--port", "0", "--continuous"]
@@ -56,7 +57,8 @@ class Storm:
             lines.append(line)
             if found := re.search(r"serving (http://127\.0\.0\.1:\d+/v1)", line):
                 self.client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=120)
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
+                self.reader = threading.Thread(target=self.process.stderr.read, daemon=True)
+                self.reader.start()
                 return
         raise AssertionError("".join(lines))
 
@@ -67,6 +69,9 @@ class Storm:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(60)
+        self.reader.join()
+        self.process.stderr.close()
+        self.client.close()
 
     def ask(self, prompt: str, sampling: dict[str, Any], count: int = 12) -> tuple[list[str], int]:
         """Texts, and how many tokens of the prompt were cached; asked again where the server was killed."""
