@@ -17,7 +17,7 @@ from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
-from kvcli.errors import CacheError, UnsupportedModelError
+from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch
@@ -117,7 +117,7 @@ class PagedModel:
         device: of the model.
 
     Raises:
-        UsageError: pages that groups of keys do not divide.
+        UsageError: pages that groups of keys do not divide, or less memory than one takes.
         UnsupportedModelError: layers without full attention, values of another width than keys, a rotation that depends
             on the length of a text, layers on several devices, or a model that mixes the tokens of a row otherwise than
             by attention.
@@ -154,6 +154,8 @@ class PagedModel:
         self.layout = [Page(x, model.dtype, page_size, self._sinks) for x in self._encoders]
         self.page_bytes = sum(page.nbytes for page in self.layout)
         self.num_pages = min(max_bytes // self.page_bytes, num_rings * -(-max_length // page_size))
+        if not self.num_pages:
+            raise UsageError(f"a page takes {self.page_bytes} bytes, but all of them may take {max_bytes}")
         self.max_length = min(max_length, self.num_pages * page_size)
         self.pages = [self._zeros(self.num_pages, page.nbytes, dtype=torch.uint8) for page in self.layout]
         self._kinds = [(x.codec.rotated, x.codec.key.tokens_per_group) for x in self._encoders]
@@ -164,12 +166,6 @@ class PagedModel:
         ]
         self._batches: dict[tuple[bool, int], Batch] = {}
         self._cache = Cache(layers=[_PagedLayer(layer) for layer in self._seam.attention.layers])
-
-    @property
-    def bits(self) -> float:
-        """Bits per key or value of a page, exact sinks, for which every page has room, included."""
-        spec = self.session.spec
-        return 8 * self.page_bytes / (self.page_size * spec.num_layers * spec.kv_width)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ class Running:
 
     Attributes:
         ring: of its recent tokens.
+        ends: of `segments` of the prompt.
         pages: of all its tokens, those to come included; `own` are the ones of no segment.
         segments: of the prompt that are shared, by their digests.
         num_computed: tokens whose keys and values are in pages.
@@ -41,7 +42,7 @@ class Running:
     job: Job
     model: PagedModel
     ring: int
-    ends: list[tuple[int, bytes]]
+    ends: list[tuple[int, bytes]] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     segments: list[bytes] = field(default_factory=list)
@@ -164,7 +165,8 @@ class ContinuousEngine(JobThread):
         if not self._rings:
             return None
         size = self.model.page_size
-        request = Running(job, self.model, self._rings[0], segments(job.ids[0].tolist(), size, self._unread, job.owner))
+        request = Running(job, self.model, self._rings[0])
+        request.ends += segments(request.prompt, size, self._unread, job.owner)
         self._share(request)
         needed = -(-(job.ids.shape[1] + job.sampling.max_new_tokens) // size) - len(request.pages)
         if needed > self._pool.num_available:
@@ -180,17 +182,16 @@ class ContinuousEngine(JobThread):
     def _find(self, request: Running) -> None:
         """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
         self._share(request)  # with what was found for others since it was admitted
-        job, in_memory = request.job, request.num_computed
-        if request.ends:
-            last = request.ends[-1][1]
-            loaded = self._load(request)
-            if not loaded and not request.next_end[1] and (name := self._pool.on_disk.get(last)) is not None:
-                self.contexts.touch(name, partial(self._pool.forget_disk, name))
-        job.cached = request.num_computed
-        job.from_disk = job.cached - in_memory
+        if not request.ends:
+            return
+        loaded, name = self._load(request), self._pool.on_disk.get(request.ends[-1][1])
+        if not loaded and not request.next_end[1] and name is not None:
+            self.contexts.touch(name, partial(self._pool.forget_disk, name))
+        request.job.from_disk = loaded
+        request.job.cached += loaded
 
-    def _load(self, request: Running) -> bool:
-        """Whether there was more on disk, which is in the request's pages and shared then."""
+    def _load(self, request: Running) -> int:
+        """How many more tokens were on disk, which are in the request's pages and shared then."""
         size, ends = self.model.page_size, [end for end, _ in request.ends]
 
         def fit(stored: int, length: int) -> int:
@@ -200,20 +201,21 @@ class ContinuousEngine(JobThread):
         identity = self.identity_of(request.job.owner)
         found = self.contexts.load(wanted, identity, fit, request.num_computed, self.model.device)
         if found is None:
-            return False
+            return 0
         context, (stored, length) = found
         try:
             content.put(self.model, context.snapshot, request.pages[: length // size], request.num_computed // size)
         except CacheError as error:
             self._say(f"context '{stored.name}' is passed over: {error}")
-            return False
+            return 0
+        before = request.num_computed
         while request.num_computed < length:
             end, digest = request.next_end
             self._keep(request)
             self._pool.on_disk[digest] = stored.name
             request.num_computed = end
         self.metrics.load.observe(time.monotonic() - started)
-        return True
+        return length - before
 
     def _store(self, request: Running) -> None:
         """Copies the segments of a prompt for the thread that writes; does nothing where that is behind."""
@@ -244,7 +246,7 @@ class ContinuousEngine(JobThread):
             request.pages[start : end // size] = pages
             request.segments.append(digest)
             request.num_computed = request.end_of_segment = end
-            request.job.cached = end
+            request.job.cached += len(pages) * size
 
     def _next_pass(self) -> list[Running]:
         """The requests of the next pass: those that make tokens, and as many prompts as a pass has room for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvcli.attention.session import Session
 from kvcli.cache.snapshot import Snapshot, join
 from kvcli.contexts import ContextStore
+from kvcli.errors import KvcliError
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
@@ -100,8 +102,10 @@ class Engine(JobThread):
         alike = one.temperature == 0 and not others and self._session.rope.switch is None
         return alike and length <= self.max_length and self.prefixes.joinable
 
-    def _free_memory(self) -> None:
-        self.prefixes.hot.clear()
+    def _fail(self, jobs: Collection[Job], error: Exception) -> None:
+        if not isinstance(error, Cancelled | KvcliError):  # memory above all, which what is kept takes
+            self.prefixes.hot.clear()
+        super()._fail(jobs, error)
 
     def _prefill(self, job: Job, single: bool) -> Prefilled:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
 from kvcli.contexts import ContextStore
-from kvcli.errors import KvcliError, error_text
+from kvcli.errors import error_text
 from kvcli.progress import Say
 from kvcli.serve.answers import Answer
 from kvcli.serve.grammar import Grammar
@@ -66,7 +67,7 @@ class Job:
             raise Cancelled
 
 
-class JobThread:
+class JobThread(ABC):
     """A thread that answers requests, once it was started, until `close`.
 
     Args:
@@ -133,9 +134,9 @@ class JobThread:
             for job in [*self._unended]:
                 self._finish(job, ApiError(503, "the server ends"))
 
+    @abstractmethod
     def _answer(self) -> bool:
         """Waits for requests and works on some; returns False at the end."""
-        raise NotImplementedError
 
     @contextmanager
     def _reporting_failures(self, jobs: Collection[Job]) -> Iterator[None]:
@@ -149,8 +150,6 @@ class JobThread:
         """Tells requests of an error."""
         if not isinstance(error, Cancelled):
             self._say(f"a request failed: {type(error).__name__}: {error_text(error)}")
-        if not isinstance(error, Cancelled | KvcliError):  # memory above all
-            self._free_memory()
         for job in jobs:
             self._finish(job, error)
 
@@ -192,6 +191,3 @@ class JobThread:
             metrics.add(request_decode_time_seconds=now - job.first)
             metrics.add(request_prompt_tokens=job.ids.shape[1], request_generation_tokens=answer.num_tokens)
         job.done(error)
-
-    def _free_memory(self) -> None:
-        """Forgets what is kept, which may need the memory that was not there."""

@@ -203,7 +203,7 @@ class Body(Fields):
 
     def num_logprobs(self) -> int | None:
         """How many of the most probable tokens are told at each place, beside the chosen one; None: nothing is."""
-        raise NotImplementedError
+        return None
 
     def schema_of_answer(self) -> dict[str, Any] | None:
         """The JSON schema that an answer is of, if it is JSON."""

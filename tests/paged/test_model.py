@@ -219,7 +219,8 @@ def test_models_of_other_kinds(family: str) -> None:
 
 def test_a_page_has_the_bits_of_its_codes(tiny_model: Any) -> None:
     with enabled(tiny_model, "turboquant-3") as paged:
-        assert paged.bits == pytest.approx(paged.session.true_bits, rel=0.01)
+        numbers = paged.page_size * paged.session.spec.num_layers * paged.session.spec.kv_width
+        assert 8 * paged.page_bytes / numbers == pytest.approx(paged.session.true_bits, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["commvq", "klt"])
@@ -290,6 +291,9 @@ def test_what_cannot_be_is_refused_by_name(tiny_model: Any) -> None:
     for name, size, reason in (("kivi-2", 16, "no multiple of 32 tokens"), ("rtn-4", 48, "of 48 tokens are not")):
         with pytest.raises(UsageError, match=reason), enabled(tiny_model, name, size=size):
             pass
+    sizes = {"max_bytes": 100, "num_rings": 1, "max_length": 512}
+    with pytest.raises(UsageError, match="bytes, but all of them may take 100"):
+        open_pages(tiny_model, MethodChoice("fp16"), **sizes).__enter__()
     with enabled(tiny_model, "rtn-4"), pytest.raises(CacheError, match="its passes are those of"):
         tiny_model(torch.arange(3)[None])
 

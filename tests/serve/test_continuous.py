@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +13,16 @@ from typing import Any
 import openai
 import pytest
 import torch
-from byte_tokenizer import CHAT
-from served import LONG, Served, request, serving, serving_together, tiny, until
+from engine_answers import prompts_of
+from served import LONG, Served, request, serving_together, session_ids, session_text, tiny, until
 
 import kvcli
-from kvcli.attention.generation import SamplingConfig
+from kvcli.artifact.artifact import Artifact
 from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, UsageError
 from kvcli.paged.attention import PagedAttention
 from kvcli.paged.model import NewRequestTokens, PagedModel
+from kvcli.registry import parse_method
 from kvcli.seam.versions import with_cache
 from kvcli.serve.answers import Answer
 from kvcli.serve.continuous import ContinuousEngine
@@ -68,43 +69,63 @@ def paused(served: Served) -> Iterator[None]:
         go_on.set()
 
 
-def session_ids(prompt: str, count: int, seed: int = 0, **sampling: Any) -> list[int]:
-    """What a session of the same model without codes generates."""
-    loaded = tiny()
-    torch.manual_seed(seed)
-    with kvcli.attach(loaded, "fp16") as session:
-        ids = torch.tensor([loaded.tokenizer(prompt)["input_ids"]])
-        made = session.generate(ids, sampling=SamplingConfig(count, **sampling)).sequences
-    return made[0, ids.shape[1] :].tolist()
-
-
-def text_of(ids: list[int]) -> str:
-    """The text of an answer, without what is only the beginning of a character."""
-    return str(tiny().tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
-
-
-def session_text(prompt: str, count: int, **sampling: Any) -> str:
-    return text_of(session_ids(prompt, count, **sampling))
-
-
-@pytest.mark.parametrize("method", ["rtn-2", "kivi-2", "turboquant-3", "fp8"])
-def test_an_answer_depends_on_its_prompt_alone(method: str) -> None:
-    """Not on what was kept, nor on who else is there: prompts with common beginnings, one by one and together."""
-    prompts = [(TEXT * 9)[: 40 + 97 * i] for i in range(6)]
-    with serving_together(method) as served:
+@pytest.mark.parametrize(
+    "name", ["rtn-2", "kivi-2", "turboquant-3", "fp8", "fp16", "klt", "commvq", "blockgtq", "oscar", "kvquant"]
+)
+def test_an_answer_depends_on_its_prompt_alone(
+    name: str, tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+) -> None:
+    """Not on what was kept, nor on who else is there: prompts that begin alike, one by one, together, and kept."""
+    method = parse_method(name)[0]
+    artifact = tiny_artifact(method) if method.needs_artifact else None
+    (ids,) = prompts_of(tiny_model, 525)
+    prompts = [ids[: 40 + 97 * i] for i in range(6)]
+    with serving_together(name, tiny_model, artifact=artifact) as served:
         alone = [served.complete(prompt, 12) for prompt in prompts[::-1]][::-1]
-    with serving_together(method) as served, ThreadPoolExecutor(12) as pool:
+    with (
+        serving_together(name, tiny_model, artifact=artifact, store=tmp_path) as served,
+        ThreadPoolExecutor(12) as pool,
+    ):
         with paused(served):
             first = [pool.submit(served.complete, prompt, 12) for prompt in prompts]
             until(lambda: len(served.engine._running) + served.engine.num_waiting == len(prompts))
         together = [x.result() for x in [*first, *(pool.submit(served.complete, x, 12) for x in prompts)]]
         assert served.counted("kvcli_cache_bytes", place="hot") > 0
+    with serving_together(name, tiny_model, artifact=artifact, store=tmp_path) as served:
+        together += [served.complete(prompt, 12) for prompt in prompts]
+        assert served.counted("vllm:external_prefix_cache_hits_total") > 0
     texts = [x.choices[0].text for x in alone]
-    assert [x.choices[0].text for x in together] == texts * 2
+    assert [x.choices[0].text for x in together] == texts * 3
     assert len({*texts}) > 3
     cached = [x.usage.prompt_tokens_details.cached_tokens for x in together]
-    assert cached[-1] > 400
-    assert max(cached[:6]) > 0  # of one that was read at the same time
+    assert min(cached[11], cached[17]) >= 480
+    assert sum(cached[:6]) > 0  # of some that were read at the same time
+    assert all(x <= len(prompt) for x, prompt in zip(cached, prompts * 3, strict=True))
+
+
+def test_what_a_request_reads_itself_is_not_cached(served: Served) -> None:
+    """Also where what comes next is found in memory meanwhile."""
+    prompt, pool = [7 * i % 200 + 9 for i in range(300)], served.engine._pool
+    with ThreadPoolExecutor(1) as client:
+        with paused(served):
+            answer = client.submit(served.complete, prompt, 4)
+            until(lambda: served.engine._running)
+            (_, (end, digest), _) = served.engine._running[0].ends
+            pool.keep(digest, pool.take(4))
+        assert (end, answer.result().usage.prompt_tokens_details.cached_tokens) == (256, 128)
+    pool.release([digest], ())
+
+
+def test_requests_of_a_key_use_its_own_contexts_alone(tmp_path: Path) -> None:
+    """In memory and on disk."""
+    for expected in ((0, 384, 0), (384, 384, 384)):
+        with serving_together(store=tmp_path, keys=("one", "two"), per_key=True) as served:
+            cached = []
+            for key in ("one", "one", "two"):
+                with served.client(key) as client:
+                    done = client.completions.create(model="tiny", prompt=TEXT * 5, max_tokens=2)
+                cached.append(done.usage.prompt_tokens_details.cached_tokens)
+        assert (*cached,) == expected
 
 
 def test_what_is_read_of_a_prompt_is_what_a_session_reads() -> None:
@@ -244,8 +265,7 @@ def test_there_are_no_more_pages_than_requests_need() -> None:
     with serving_together(max_bytes=2**30, max_batch=3) as served:
         model = served.engine.model
         assert (model.num_pages, served.engine.max_length) == (3 * 4096 // 32, 4096)
-        numbers = model.num_pages * 32 * served.session.spec.kv_width * 3
-        assert model.bits == 8 * sum(x.nbytes for x in model.pages) / numbers
+        assert sum(x.nbytes for x in model.pages) == model.nbytes == model.num_pages * model.page_bytes
 
 
 def test_what_was_used_least_recently_makes_room() -> None:
@@ -390,110 +410,3 @@ def test_health_metrics_and_usage(served: Served) -> None:
     assert served.counted("vllm:generation_tokens_total") == before["generation_tokens"] + 7
     assert served.counted("vllm:time_to_first_token_seconds_count") == first + 1
     assert served.ask("/v1/completions", {"prompt": "Hi"}).headers["x-kvcli-method"] == "rtn-2"
-
-
-def test_several_answers_to_one_prompt(served: Served) -> None:
-    """As those of requests of their own, with seeds one after another; the prompt is read once."""
-    prompt, sampling = TEXT * 4, {"temperature": 1.0, "max_tokens": 9}
-    alone = [served.complete(prompt, 9, temperature=1.0, seed=5 + i).choices[0].text for i in range(3)]
-    done = served.complete(prompt + "!", 9, temperature=1.0, seed=5, n=3)
-    assert [x.index for x in done.choices] == [0, 1, 2]
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(prompt) + 1, 27)
-    with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt=prompt, seed=5, n=3, stream=True, **sampling)
-        texts, ends = ["", "", ""], []
-        for event in stream:
-            for choice in event.choices:
-                texts[choice.index] += choice.text
-                ends += [choice.index] if choice.finish_reason else []
-    assert (texts, sorted(ends)) == (alone, [0, 1, 2])
-
-
-def test_one_of_several_answers_that_cannot_wait_takes_none() -> None:
-    with serving_together(max_batch=1, max_waiting=2) as served, served.open(request("/v1/completions", STREAM)):
-        until(lambda: served.engine._running)
-        with pytest.raises(openai.RateLimitError):
-            served.complete("Two", 2, n=4)
-        until(lambda: served.engine.num_waiting == 0 or all(x.cancelled.is_set() for x in served.engine._waiting))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_those_of_the_model(exact: Served, stream: bool) -> None:
-    """Of the tokens that were made, whatever they were sampled with."""
-    messages: Any = [{"role": "user", "content": "Hi"}]
-    options: Any = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": True, "top_logprobs": 4}
-    with exact.client() as client:
-        made = client.chat.completions.create(model="tiny", messages=messages, stream=stream, **options)
-        choices: Any = [x for event in made for x in event.choices] if stream else made.choices
-    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
-    text = exact.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = session_ids(text, 6, 3, temperature=1.0)
-    sequence = torch.tensor([*exact.loaded.tokenizer(text)["input_ids"], *ids])
-    with torch.no_grad():
-        rows = exact.loaded.model(sequence[None], use_cache=False).logits[0, -7:-1].log_softmax(-1)
-    expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
-    assert [x.logprob for x in entries] == pytest.approx(expected, abs=1e-4)
-    assert [x.token for x in entries] == [exact.loaded.tokenizer.decode([x]) for x in ids]
-    for entry, row in zip(entries, rows, strict=True):
-        assert [x.logprob for x in entry.top_logprobs] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
-
-
-def test_log_probabilities_of_a_completion(exact: Served) -> None:
-    told = exact.complete("Hi", 5, logprobs=2).choices[0].logprobs
-    assert [len(x) for x in (told.tokens, told.token_logprobs, told.top_logprobs)] == [5] * 3
-    assert [max(x.values()) for x in told.top_logprobs] == pytest.approx(told.token_logprobs)
-    assert exact.complete("Hi", 5).choices[0].logprobs is None
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "year": {"type": "integer", "minimum": 1, "maximum": 99}},
-    "required": ["city", "year"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
-def test_an_answer_is_json_of_its_schema(served: Served, kind: str) -> None:
-    """Of a model with random weights, sampled, of which others run beside it."""
-    wanted: Any = {"type": kind} | ({"json_schema": {"name": "x", "schema": SCHEMA}} if kind == "json_schema" else {})
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(served.complete, "Other", 40)
-        answers = [served.chat("Hi", 60, response_format=wanted, temperature=0.3, seed=i, n=2) for i in range(2)]
-        assert other.result().choices[0].text == served.complete("Other", 40).choices[0].text
-    for choice in (x for answer in answers for x in answer.choices):
-        if choice.finish_reason == "stop" or kind == "json_schema":
-            found = json.loads(choice.message.content)
-            assert isinstance(found, dict)
-            assert kind == "json_object" or (found["city"] in ("Paris", "Rome") and 1 <= found["year"] <= 99)
-
-
-def test_requests_that_cannot_be_met_are_refused_by_name(served: Served) -> None:
-    def refused(**fields: Any) -> tuple[str, str]:
-        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-        error = served.ask("/v1/chat/completions", body).error()
-        return error["param"] or "", error["message"]
-
-    def schema(of_json: Any) -> Any:
-        return {"type": "json_schema", "json_schema": {"name": "x", "schema": of_json}}
-
-    assert refused(response_format=schema({"type": "nosuch"}))[0] == "response_format"
-    assert "json_schema is given with" in refused(response_format={"type": "json_schema"})[1]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert "it goes with no tools" in refused(response_format={"type": "json_object"}, tools=tools)[1]
-    assert refused(top_logprobs=2) == ("top_logprobs", "top_logprobs: it needs logprobs")
-    assert refused(n=9)[0] == "n"
-    assert "is no variable of a chat template" in refused(chat_template_kwargs={"chat_template": "x"})[1]
-    with serving() as other:
-        for name, value in (("logprobs", True), ("response_format", {"type": "json_object"})):
-            body = {"messages": [{"role": "user", "content": "Hi"}], name: value}
-            error = other.ask("/v1/chat/completions", body).error()
-            assert (error["param"], "--continuous" in error["message"]) == (name, True)
-        assert len(other.chat("Hi", 4, n=2).choices) == 2
-
-
-def test_variables_of_a_chat_template_are_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = CHAT + "{% if loud %}LOUD{% endif %}"
-    monkeypatch.setattr(served.loaded.tokenizer, "chat_template", template)
-    plain, loud = (served.chat("Hi", 2, extra_body={"chat_template_kwargs": {"loud": x}}) for x in (False, True))
-    assert loud.usage.prompt_tokens == plain.usage.prompt_tokens + 4

@@ -180,19 +180,22 @@ def serving_together(
     method: str = "rtn-2",
     model: Any = None,
     *,
+    artifact: Any = None,
     store: Path | None = None,
+    keys: Sequence[str] = (),
+    per_key: bool = False,
     max_bytes: int = 2**22,
     max_batch: int = 8,
     **options: Any,
 ) -> Iterator[Served]:
     """A server whose requests run in the same passes, on pages of 32 tokens; the last 8 are exact, or 32."""
     loaded = tiny(model)
-    choice = MethodChoice.of(method, settings={"residual_length": 32 if method.startswith("kivi") else 8})
+    choice = MethodChoice.of(method, artifact, settings={"residual_length": 32 if method.startswith("kivi") else 8})
     sizes = {"max_bytes": max_bytes, "num_rings": max_batch, "max_length": 4096, "page_size": 32}
     with open_pages(loaded, choice, **sizes) as paged:
         kept = None if store is None else ContextStore(store)
         engine = ContinuousEngine(paged, loaded.tokenizer, "tiny", store=kept, say=print, **options)
-        with listening(Server(loaded, engine)) as port:
+        with listening(Server(loaded, engine, keys=keys, per_key=per_key)) as port:
             yield Served(loaded, paged.session, engine, port)
 
 
@@ -236,3 +239,22 @@ def busy(served: Served) -> Iterator[None]:
     finally:
         release.set()
         thread.join()
+
+
+def session_ids(prompt: str, count: int, seed: int = 0, **sampling: Any) -> list[int]:
+    """What a session of the same model without codes generates."""
+    loaded = tiny()
+    torch.manual_seed(seed)
+    with kvcli.attach(loaded, "fp16") as session:
+        ids = torch.tensor([loaded.tokenizer(prompt)["input_ids"]])
+        made = session.generate(ids, sampling=SamplingConfig(count, **sampling)).sequences
+    return made[0, ids.shape[1] :].tolist()
+
+
+def text_of(ids: list[int]) -> str:
+    """The text of an answer, without what is only the beginning of a character."""
+    return str(tiny().tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
+
+
+def session_text(prompt: str, count: int, **sampling: Any) -> str:
+    return text_of(session_ids(prompt, count, **sampling))

@@ -1,0 +1,138 @@
+"""Fields of the OpenAI API that need the logits of each token, or several answers: of `kvcli serve --continuous`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+from byte_tokenizer import CHAT
+from served import LONG, Served, request, serving, serving_together, session_ids, until
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server of codes for the tests that leave it as it was."""
+    with serving_together() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[Served]:
+    """A server without codes."""
+    with serving_together("fp16") as made:
+        yield made
+
+
+def test_several_answers_to_one_prompt(served: Served) -> None:
+    """As those of requests of their own, with seeds one after another; the prompt is read once."""
+    prompt, sampling = TEXT * 4, {"temperature": 1.0, "max_tokens": 9}
+    alone = [served.complete(prompt, 9, temperature=1.0, seed=5 + i).choices[0].text for i in range(3)]
+    done = served.complete(prompt + "!", 9, temperature=1.0, seed=5, n=3)
+    assert [x.index for x in done.choices] == [0, 1, 2]
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(prompt) + 1, 27)
+    with served.client() as client:
+        stream = client.completions.create(model="tiny", prompt=prompt, seed=5, n=3, stream=True, **sampling)
+        texts, ends = ["", "", ""], []
+        for event in stream:
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+                ends += [choice.index] if choice.finish_reason else []
+    assert (texts, sorted(ends)) == (alone, [0, 1, 2])
+
+
+def test_one_of_several_answers_that_cannot_wait_takes_none() -> None:
+    with serving_together(max_batch=1, max_waiting=2) as served, served.open(request("/v1/completions", STREAM)):
+        until(lambda: served.engine._running)
+        with pytest.raises(openai.RateLimitError):
+            served.complete("Two", 2, n=4)
+        until(lambda: served.engine.num_waiting == 0 or all(x.cancelled.is_set() for x in served.engine._waiting))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_model(exact: Served, stream: bool) -> None:
+    """Of the tokens that were made, whatever they were sampled with."""
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    options: Any = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": True, "top_logprobs": 4}
+    with exact.client() as client:
+        made = client.chat.completions.create(model="tiny", messages=messages, stream=stream, **options)
+        choices: Any = [x for event in made for x in event.choices] if stream else made.choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    text = exact.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = session_ids(text, 6, 3, temperature=1.0)
+    sequence = torch.tensor([*exact.loaded.tokenizer(text)["input_ids"], *ids])
+    with torch.no_grad():
+        rows = exact.loaded.model(sequence[None], use_cache=False).logits[0, -7:-1].log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+    assert [x.logprob for x in entries] == pytest.approx(expected, abs=1e-4)
+    assert [x.token for x in entries] == [exact.loaded.tokenizer.decode([x]) for x in ids]
+    for entry, row in zip(entries, rows, strict=True):
+        assert [x.logprob for x in entry.top_logprobs] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_log_probabilities_of_a_completion(exact: Served) -> None:
+    told = exact.complete("Hi", 5, logprobs=2).choices[0].logprobs
+    assert [len(x) for x in (told.tokens, told.token_logprobs, told.top_logprobs)] == [5] * 3
+    assert [max(x.values()) for x in told.top_logprobs] == pytest.approx(told.token_logprobs)
+    assert exact.complete("Hi", 5).choices[0].logprobs is None
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "year": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["city", "year"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_an_answer_is_json_of_its_schema(served: Served, kind: str) -> None:
+    """Of a model with random weights, sampled, of which others run beside it."""
+    wanted: Any = {"type": kind} | ({"json_schema": {"name": "x", "schema": SCHEMA}} if kind == "json_schema" else {})
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(served.complete, "Other", 40)
+        answers = [served.chat("Hi", 60, response_format=wanted, temperature=0.3, seed=i, n=2) for i in range(2)]
+        assert other.result().choices[0].text == served.complete("Other", 40).choices[0].text
+    for choice in (x for answer in answers for x in answer.choices):
+        if choice.finish_reason == "stop" or kind == "json_schema":
+            found = json.loads(choice.message.content)
+            assert isinstance(found, dict)
+            assert kind == "json_object" or (found["city"] in ("Paris", "Rome") and 1 <= found["year"] <= 99)
+
+
+def test_requests_that_cannot_be_met_are_refused_by_name(served: Served) -> None:
+    def refused(**fields: Any) -> tuple[str, str]:
+        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        error = served.ask("/v1/chat/completions", body).error()
+        return error["param"] or "", error["message"]
+
+    def schema(of_json: Any) -> Any:
+        return {"type": "json_schema", "json_schema": {"name": "x", "schema": of_json}}
+
+    assert refused(response_format=schema({"type": "nosuch"}))[0] == "response_format"
+    assert "json_schema is given with" in refused(response_format={"type": "json_schema"})[1]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert "it goes with no tools" in refused(response_format={"type": "json_object"}, tools=tools)[1]
+    assert refused(top_logprobs=2) == ("top_logprobs", "top_logprobs: it needs logprobs")
+    assert refused(n=9)[0] == "n"
+    assert "is no variable of a chat template" in refused(chat_template_kwargs={"chat_template": "x"})[1]
+    with serving() as other:
+        for name, value in (("logprobs", True), ("response_format", {"type": "json_object"})):
+            body = {"messages": [{"role": "user", "content": "Hi"}], name: value}
+            error = other.ask("/v1/chat/completions", body).error()
+            assert (error["param"], "--continuous" in error["message"]) == (name, True)
+        assert len(other.chat("Hi", 4, n=2).choices) == 2
+
+
+def test_variables_of_a_chat_template_are_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = CHAT + "{% if loud %}LOUD{% endif %}"
+    monkeypatch.setattr(served.loaded.tokenizer, "chat_template", template)
+    plain, loud = (served.chat("Hi", 2, extra_body={"chat_template_kwargs": {"loud": x}}) for x in (False, True))
+    assert loud.usage.prompt_tokens == plain.usage.prompt_tokens + 4
