@@ -194,10 +194,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, requests: Sequence[NewRequestTokens]) -> Tensor:
-        """Reads new tokens; the logits of the last of each request, [requests, vocab_size].
-
-        CacheError: values beyond what codes hold; what pages and rings of these requests hold is not to be used then.
-        """
+        """Reads new tokens; the logits of the last of each request, [requests, vocab_size]."""
         count = [len(x.tokens) for x in requests]
         earlier = [x.num_computed_tokens for x in requests]
         lengths = [past + n for past, n in zip(earlier, count, strict=True)]
@@ -231,8 +228,11 @@ class PagedModel:
             logits_to_keep=last,
             **with_cache(self._cache),
         ).logits[0]
-        self._ranges.check()
         return logits if len(logits) == len(requests) else logits[last]  # of a model that keeps them all
+
+    def check_ranges(self) -> None:
+        """CacheError: passes since the last check had values beyond what codes hold."""
+        self._ranges.check()
 
     def _attend(self, call: AttentionCall) -> Tensor:
         """Attention of the tokens of a pass, [1, tokens, num_heads, head_dim]."""
@@ -267,6 +267,7 @@ class PagedModel:
         requests = [NewRequestTokens(x, 0, 0, [row], row + 1) for row, x in enumerate(texts)]
         together = self.run(requests)
         apart = torch.cat([self.run([x]) for x in requests])
+        self.check_ranges()
         if not (together - apart).norm() <= TOLERANCE.get(apart.dtype, 0.05) * apart.norm():
             raise UnsupportedModelError("pages need a model whose tokens see each other by attention alone")
 

@@ -273,15 +273,18 @@ class ContinuousEngine(JobThread):
         try:
             logits = self.model.run(new)
             finite = logits.isfinite().all(1).tolist()
+            out_of_range = self._out_of_range(ready, new)
         except Exception as error:  # what it has written of these requests is not known
             self._end(ready, error)
             return
         chosen = list[tuple[Running, Tensor, Tensor]]()
         for request, tokens, row, is_finite in zip(ready, new, logits, finite, strict=True):
-            if request.is_prompt:
+            if request.is_prompt and request not in out_of_range:
                 self._keep(request)
             request.num_computed += len(tokens.tokens)
-            if not is_finite:
+            if request in out_of_range:
+                self._end([request], out_of_range[request])
+            elif not is_finite:
                 self._end([request], ModelError("the model computed logits that are not finite"))
             elif not request.is_prompt:
                 try:
@@ -293,6 +296,28 @@ class ContinuousEngine(JobThread):
         made = torch.cat([token for _, token, _ in chosen]).flatten().tolist() if chosen else []
         for (request, _, row), token in zip(chosen, made, strict=True):
             self._take(request, token, row)
+
+    def _out_of_range(self, ready: Sequence[Running], new: Sequence[NewRequestTokens]) -> dict[Running, CacheError]:
+        """The requests of a pass with values that codes do not hold, found by reading each prompt again, alone.
+
+        Such a pass has no exact earlier tokens, so that it leaves pages and rings as they are.
+        """
+        if (error := self._range_error()) is None:
+            return {}
+        found = dict[Running, CacheError]()
+        for request, tokens in zip(ready, new, strict=True):
+            if request.is_prompt and len(ready) > 1:
+                self.model.run([tokens])
+                if (its := self._range_error()) is not None:
+                    found[request] = its
+        return found or {request: error for request in ready if len(ready) == 1 or not request.is_prompt}
+
+    def _range_error(self) -> CacheError | None:
+        try:
+            self.model.check_ranges()
+        except CacheError as error:
+            return error
+        return None
 
     def _keep(self, request: Running) -> None:
         """Shares what a pass has read of a prompt, if it was a segment, with others."""
