@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -18,7 +18,7 @@ from kvcli.cli.session_options import SessionOptions, choose_method, say_notes
 from kvcli.cli.signals import stop_reason
 from kvcli.commands.paths import model_folder
 from kvcli.commands.sizes import parse_size, size
-from kvcli.errors import UsageError
+from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.progress import Say
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.serve import LOOPBACK
@@ -135,7 +135,11 @@ def _engine(
         chosen.fit_missing(loaded, output)
         pages = {"max_bytes": kept.pop("hot_bytes"), "num_rings": sizes.pop("max_batch")}
         pages["max_length"] = options.max_model_len or loaded.spec.max_position_embeddings
-        with open_pages(loaded, chosen.choice, impl=options.impl, **pages) as model:
+        with ExitStack() as stack:
+            try:
+                model = stack.enter_context(open_pages(loaded, chosen.choice, impl=options.impl, **pages))
+            except (UnsupportedModelError, UsageError) as error:
+                raise type(error)(f"{error}; or serve it without --continuous") from error
             say_notes(model.session, output)
             batching = ContinuousEngine(model, loaded.tokenizer, options.model, **kept, **sizes, say=say)
             held = f"{model.num_pages * model.page_size} tokens in {size(model.nbytes)} of memory"

@@ -230,9 +230,13 @@ class PagedModel:
         ).logits[0]
         return logits if len(logits) == len(requests) else logits[last]  # of a model that keeps them all
 
-    def check_ranges(self) -> None:
-        """CacheError: passes since the last check had values beyond what codes hold."""
-        self._ranges.check()
+    def range_error(self) -> CacheError | None:
+        """What is wrong if passes since the last call had values beyond what codes hold."""
+        try:
+            self._ranges.check()
+        except CacheError as error:
+            return error
+        return None
 
     def _attend(self, call: AttentionCall) -> Tensor:
         """Attention of the tokens of a pass, [1, tokens, num_heads, head_dim]."""
@@ -267,7 +271,7 @@ class PagedModel:
         requests = [NewRequestTokens(x, 0, 0, [row], row + 1) for row, x in enumerate(texts)]
         together = self.run(requests)
         apart = torch.cat([self.run([x]) for x in requests])
-        self.check_ranges()
+        self._ranges.check()
         if not (together - apart).norm() <= TOLERANCE.get(apart.dtype, 0.05) * apart.norm():
             raise UnsupportedModelError("pages need a model whose tokens see each other by attention alone")
 

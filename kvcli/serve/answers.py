@@ -194,9 +194,8 @@ class Form:
         if kind == "tool_calls":
             value = [{"index": value["index"], **self._call(value)}]
         delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
-        return self._body(
-            "chat.completion.chunk", [self._choice({"delta": delta}, value, logprobs, finish_reason, index)]
-        )
+        choice = self._choice({"delta": delta}, value, logprobs, finish_reason, index)
+        return self._body("chat.completion.chunk", [choice])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event of a stream that says how many tokens there were."""

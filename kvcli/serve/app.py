@@ -169,8 +169,8 @@ class Server:
             raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
         grammars = list[Any]()
         if (schema := body.schema_of_answer()) is not None:
-            make = [partial(self._grammars.of, schema)] * body.n
-            grammars = await self._in_tokenizer_thread(lambda: [one() for one in make], "response_format")
+            make = partial(self._grammars.of, schema, body.n)
+            grammars = await self._in_tokenizer_thread(make, "response_format")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def send(index: int, event: Piece | Exception | None) -> None:
@@ -184,9 +184,8 @@ class Server:
             tell = partial(send, index)
             answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt)
             seed = None if body.seed is None else body.seed + index
-            job = Job(ids, body.sampling(most), seed, answer, owner, body.store, tell)
-            job.num_logprobs, job.grammar = body.num_logprobs(), grammar
-            jobs.append(job)
+            rest = body.store, tell, body.num_logprobs(), grammar
+            jobs.append(Job(ids, body.sampling(most), seed, answer, owner, *rest))
         try:
             for job in jobs:
                 self.engine.submit(job)

@@ -302,22 +302,15 @@ class ContinuousEngine(JobThread):
 
         Such a pass has no exact earlier tokens, so that it leaves pages and rings as they are.
         """
-        if (error := self._range_error()) is None:
+        if (error := self.model.range_error()) is None:
             return {}
         found = dict[Running, CacheError]()
         for request, tokens in zip(ready, new, strict=True):
             if request.is_prompt and len(ready) > 1:
                 self.model.run([tokens])
-                if (its := self._range_error()) is not None:
+                if (its := self.model.range_error()) is not None:
                     found[request] = its
         return found or {request: error for request in ready if len(ready) == 1 or not request.is_prompt}
-
-    def _range_error(self) -> CacheError | None:
-        try:
-            self.model.check_ranges()
-        except CacheError as error:
-            return error
-        return None
 
     def _keep(self, request: Running) -> None:
         """Shares what a pass has read of a prompt, if it was a segment, with others."""

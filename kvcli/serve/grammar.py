@@ -46,8 +46,8 @@ class JsonGrammars:
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, list(ends)
 
-    def of(self, schema: dict[str, Any]) -> Grammar:
-        """A new grammar; UsageError: a schema, or a tokenizer, that llguidance does not take, or it is missing."""
+    def of(self, schema: dict[str, Any], count: int) -> list[Grammar]:
+        """So many grammars; UsageError: a schema, or a tokenizer, that llguidance does not take, or it is missing."""
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -56,7 +56,7 @@ class JsonGrammars:
         matcher = LLMatcher(self._of_llguidance, grammar)
         if matcher.get_error():
             raise UsageError(f"the schema is not understood: {matcher.get_error()}")
-        return Grammar(matcher)
+        return [Grammar(matcher.deep_copy()) for _ in range(count)]
 
     @cached_property
     def _of_llguidance(self) -> Any:

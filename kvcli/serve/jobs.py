@@ -131,6 +131,7 @@ class JobThread(ABC):
             while self._answer():
                 pass
         finally:  # also after an error that nobody expects, or clients would wait for ever
+            self._closing = True
             for job in [*self._unended]:
                 self._finish(job, ApiError(503, "the server ends"))
 

@@ -363,22 +363,21 @@ def test_a_pass_that_fails_ends_its_requests_and_no_later_ones(
 def test_values_that_codes_do_not_hold_end_the_request_that_has_them(prompts: list[str], served: Served) -> None:
     """While others run, and in the pass in which others are read."""
     model, tilde = served.engine.model, ord("~")
-    run, check, seen = model.run, model.check_ranges, list[int]()
+    run, check, seen = model.run, model.range_error, list[int]()
 
     def note(requests: Any) -> Any:
         seen.extend(token for x in requests for token in x.tokens)
         return run(requests)
 
-    def fail() -> None:
+    def fail() -> CacheError | None:
         found = tilde in seen
         seen.clear()
-        if found:
-            raise CacheError("too large")
+        return CacheError("too large") if found else None
 
     expected = [served.complete(x, 20).choices[0].text for x in prompts if "~" not in x]
     (tilde,) = served.loaded.tokenizer("~", add_special_tokens=False)["input_ids"]
     before = served.complete("Before", 60).choices[0].text
-    model.check_ranges = fail
+    model.range_error = fail
     try:
         with ThreadPoolExecutor(4) as pool:
             model.run = note
@@ -390,7 +389,7 @@ def test_values_that_codes_do_not_hold_end_the_request_that_has_them(prompts: li
             done = [x.result() for x in answers]
             assert running.result().choices[0].text == before
     finally:
-        model.run, model.check_ranges = run, check
+        model.run, model.range_error = run, check
     assert [x.status for x in done] == [500 if "~" in x else 200 for x in prompts]
     assert [json.loads(x.body)["choices"][0]["text"] for x in done if x.status == 200] == expected
 

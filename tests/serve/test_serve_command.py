@@ -97,7 +97,9 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
     assert "..name" in refused(*serve, "--port", "0", "--host", "..name", "--api-key-file", str(key))
     for options in (("--store-limit", "much"), ("--hot-memory", "-1"), ("--max-model-len", "1"), ("--port", "65536")):
         refused(*serve, *options)
-    assert "codes of method 'qjl' depend on" in refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
+    said = refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
+    assert "codes of method 'qjl' depend on" in said
+    assert "without --continuous" in said
 
 
 def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Path) -> None:
