@@ -110,6 +110,12 @@ def test_package_and_tests_keep_their_lines(repo_root: Path) -> None:
     assert others <= MAX_RESEARCH_TEST_LINES * research, "delete lines of tests of research"
 
 
+def test_files_of_tests_have_names_of_their_own(repo_root: Path) -> None:
+    """A process that has imported one of two files of a name cannot collect the other one."""
+    names = [path.name for path in (repo_root / "tests").glob("**/test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_every_room_has_fast_tests(repo_root: Path) -> None:
     """Files of tests/support/fast.py exist; a file that is merged into another one gives its place there to it."""
     tests = repo_root / "tests"

@@ -139,7 +139,7 @@ def _engine(
             try:
                 model = stack.enter_context(open_pages(loaded, chosen.choice, impl=options.impl, **pages))
             except (UnsupportedModelError, UsageError) as error:
-                raise type(error)(f"{error}; or serve it without --continuous") from error
+                raise type(error)(f"{error}; or serve without --continuous") from error
             say_notes(model.session, output)
             batching = ContinuousEngine(model, loaded.tokenizer, options.model, **kept, **sizes, say=say)
             held = f"{model.num_pages * model.page_size} tokens in {size(model.nbytes)} of memory"

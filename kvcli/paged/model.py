@@ -38,8 +38,8 @@ _TRIAL = (9, 5, 2)
 
 
 @dataclass(frozen=True)
-class NewRequestTokens:
-    """New tokens of a request in a pass.
+class ScheduledRequest:
+    """A request in a pass, and its new tokens.
 
     Attributes:
         tokens: their ids.
@@ -155,7 +155,7 @@ class PagedModel:
         self.page_bytes = sum(page.nbytes for page in self.layout)
         self.num_pages = min(max_bytes // self.page_bytes, num_rings * -(-max_length // page_size))
         if not self.num_pages:
-            raise UsageError(f"a page takes {self.page_bytes} bytes, but all of them may take {max_bytes}")
+            raise UsageError(f"a page takes {self.page_bytes} bytes, more than the {max_bytes} of all pages")
         self.max_length = min(max_length, self.num_pages * page_size)
         self.pages = [self._zeros(self.num_pages, page.nbytes, dtype=torch.uint8) for page in self.layout]
         self._kinds = [(x.codec.rotated, x.codec.key.tokens_per_group) for x in self._encoders]
@@ -193,7 +193,7 @@ class PagedModel:
         self.close()
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[NewRequestTokens]) -> Tensor:
+    def run(self, requests: Sequence[ScheduledRequest]) -> Tensor:
         """Reads new tokens; the logits of the last of each request, [requests, vocab_size]."""
         count = [len(x.tokens) for x in requests]
         earlier = [x.num_computed_tokens for x in requests]
@@ -268,7 +268,7 @@ class PagedModel:
         """UnsupportedModelError: logits of requests depend on the others of a pass."""
         lengths = _TRIAL[: min(self.num_rings, self.num_pages)]
         texts = [[(7919 * (i + 31 * row) + 11) % self.vocab_size for i in range(n)] for row, n in enumerate(lengths)]
-        requests = [NewRequestTokens(x, 0, 0, [row], row + 1) for row, x in enumerate(texts)]
+        requests = [ScheduledRequest(x, 0, 0, [row], row + 1) for row, x in enumerate(texts)]
         together = self.run(requests)
         apart = torch.cat([self.run([x]) for x in requests])
         self._ranges.check()

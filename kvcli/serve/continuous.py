@@ -17,7 +17,7 @@ from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
-from kvcli.paged.model import NewRequestTokens, PagedModel
+from kvcli.paged.model import PagedModel, ScheduledRequest
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.answers import TokenLogprob
@@ -26,7 +26,7 @@ from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
 
 
 @dataclass(eq=False)
-class Running:
+class Request:
     """A request that has pages.
 
     Attributes:
@@ -66,10 +66,10 @@ class Running:
         """Where the next pass over the prompt ends, and the digest up to there; at its end that of no segment."""
         return next((x for x in self.ends if x[0] > self.num_computed), (len(self.prompt), b""))
 
-    def new_tokens(self) -> NewRequestTokens:
-        """Those of the next pass."""
+    def scheduled(self) -> ScheduledRequest:
+        """It in the next pass."""
         tokens = self.prompt[self.num_computed : self.next_end[0]] if self.is_prompt else [self.token]
-        return NewRequestTokens(tokens, self.num_computed, self.end_of_segment, self.pages, self.ring)
+        return ScheduledRequest(tokens, self.num_computed, self.end_of_segment, self.pages, self.ring)
 
     def next_token(self, logits: Tensor) -> Tensor:
         """A token int64 [1, 1] of logits [1, vocab_size]."""
@@ -128,7 +128,7 @@ class ContinuousEngine(JobThread):
         self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
         session = model.session
         self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
-        self._running, self._rings = list[Running](), [*range(1, model.num_rings + 1)]
+        self._running, self._rings = list[Request](), [*range(1, model.num_rings + 1)]
         if store is not None:
             store.block_tokens = model.page_size
         self.metrics.of_vllm(Gauge, "kv_cache_usage_perc").set_function(self._usage)
@@ -141,7 +141,7 @@ class ContinuousEngine(JobThread):
             if self._closing and not self._running:
                 return False
             self._drop_cancelled()
-            admitted = list[Running]()
+            admitted = list[Request]()
             while self._waiting and not self._closing and (request := self._admit(self._waiting[0])) is not None:
                 admitted.append(request)
                 self._begin()
@@ -160,12 +160,12 @@ class ContinuousEngine(JobThread):
     def _usage(self) -> float:
         return len({page for request in [*self._running] for page in request.pages}) / self.model.num_pages
 
-    def _admit(self, job: Job) -> Running | None:
+    def _admit(self, job: Job) -> Request | None:
         """Gives a request a ring and pages for all its tokens; None: there are none."""
         if not self._rings:
             return None
         size = self.model.page_size
-        request = Running(job, self.model, self._rings[0])
+        request = Request(job, self.model, self._rings[0])
         request.ends += segments(request.prompt, size, self._unread, job.owner)
         self._share(request)
         needed = -(-(job.ids.shape[1] + job.sampling.max_new_tokens) // size) - len(request.pages)
@@ -179,7 +179,7 @@ class ContinuousEngine(JobThread):
         self._running.append(request)
         return request
 
-    def _find(self, request: Running) -> None:
+    def _find(self, request: Request) -> None:
         """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
         self._share(request)  # with what was found for others since it was admitted
         if not request.ends:
@@ -190,7 +190,7 @@ class ContinuousEngine(JobThread):
         request.job.from_disk = loaded
         request.job.cached += loaded
 
-    def _load(self, request: Running) -> int:
+    def _load(self, request: Request) -> int:
         """How many more tokens were on disk, which are in the request's pages and shared then."""
         size, ends = self.model.page_size, [end for end, _ in request.ends]
 
@@ -217,7 +217,7 @@ class ContinuousEngine(JobThread):
         self.metrics.load.observe(time.monotonic() - started)
         return length - before
 
-    def _store(self, request: Running) -> None:
+    def _store(self, request: Request) -> None:
         """Copies the segments of a prompt for the thread that writes; does nothing where that is behind."""
         if not request.job.store or not request.ends or self.contexts.is_busy:
             return
@@ -235,7 +235,7 @@ class ContinuousEngine(JobThread):
         reading = f"pages of {self.model.page_size}, {LONG_PASS} at once"
         return self.contexts.identity(self.model.session, reading, owner, length)
 
-    def _share(self, request: Running) -> None:
+    def _share(self, request: Request) -> None:
         """Lets a request go on from what others have read of its prompt."""
         size = self.model.page_size
         while request.is_prompt and (pages := self._pool.share(request.next_end[1])) is not None:
@@ -248,7 +248,7 @@ class ContinuousEngine(JobThread):
             request.num_computed = request.end_of_segment = end
             request.job.cached += len(pages) * size
 
-    def _next_pass(self) -> list[Running]:
+    def _next_pass(self) -> list[Request]:
         """The requests of the next pass: those that make tokens, and as many prompts as a pass has room for."""
         ready = [request for request in self._running if not request.is_prompt]
         room, reading = LONG_PASS * self.model.page_size, set[bytes]()
@@ -267,9 +267,9 @@ class ContinuousEngine(JobThread):
             ready.append(request)
         return ready
 
-    def _run_pass(self, ready: list[Running]) -> None:
+    def _run_pass(self, ready: list[Request]) -> None:
         """Reads what is next of requests, and makes a token of each whose prompt is read."""
-        new = [request.new_tokens() for request in ready]
+        new = [request.scheduled() for request in ready]
         try:
             logits = self.model.run(new)
             finite = logits.isfinite().all(1).tolist()
@@ -277,7 +277,7 @@ class ContinuousEngine(JobThread):
         except Exception as error:  # what it has written of these requests is not known
             self._end(ready, error)
             return
-        chosen = list[tuple[Running, Tensor, Tensor]]()
+        chosen = list[tuple[Request, Tensor, Tensor]]()
         for request, tokens, row, is_finite in zip(ready, new, logits, finite, strict=True):
             if request.is_prompt and request not in out_of_range:
                 self._keep(request)
@@ -297,14 +297,14 @@ class ContinuousEngine(JobThread):
         for (request, _, row), token in zip(chosen, made, strict=True):
             self._take(request, token, row)
 
-    def _out_of_range(self, ready: Sequence[Running], new: Sequence[NewRequestTokens]) -> dict[Running, CacheError]:
+    def _out_of_range(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> dict[Request, CacheError]:
         """The requests of a pass with values that codes do not hold, found by reading each prompt again, alone.
 
         Such a pass has no exact earlier tokens, so that it leaves pages and rings as they are.
         """
         if (error := self.model.range_error()) is None:
             return {}
-        found = dict[Running, CacheError]()
+        found = dict[Request, CacheError]()
         for request, tokens in zip(ready, new, strict=True):
             if request.is_prompt and len(ready) > 1:
                 self.model.run([tokens])
@@ -312,7 +312,7 @@ class ContinuousEngine(JobThread):
                     found[request] = its
         return found or {request: error for request in ready if len(ready) == 1 or not request.is_prompt}
 
-    def _keep(self, request: Running) -> None:
+    def _keep(self, request: Request) -> None:
         """Shares what a pass has read of a prompt, if it was a segment, with others."""
         (end, digest), size = request.next_end, self.model.page_size
         if not digest:
@@ -324,7 +324,7 @@ class ContinuousEngine(JobThread):
             request.segments.append(digest)
             self._pool.keep(digest, pages)
 
-    def _take(self, request: Running, token: int, logits: Tensor) -> None:
+    def _take(self, request: Request, token: int, logits: Tensor) -> None:
         """Gives a request its next token, which was chosen by logits [vocab_size]."""
         job, request.token = request.job, token
         try:
@@ -336,7 +336,7 @@ class ContinuousEngine(JobThread):
             if ended:
                 self._end([request], None)
 
-    def _end(self, requests: Sequence[Running], error: Exception | None) -> None:
+    def _end(self, requests: Sequence[Request], error: Exception | None) -> None:
         """Takes back what requests have, and tells them that their answers have ended or failed."""
         for request in requests:
             self._running.remove(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 CODECS = "methods/test_contract.py"
 CACHE = "cache/test_methods_cache.py"
 SERVER = "serve/test_server.py::test_"
-PAGED = "paged/test_model.py::test_"
+PAGED = "paged/test_paged_model.py::test_"
 ODD = "seam/test_odd_models.py::test_"
 REPORT = "eval/test_report.py::test_"
 

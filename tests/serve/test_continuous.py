@@ -21,7 +21,7 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, UsageError
 from kvcli.paged.attention import PagedAttention
-from kvcli.paged.model import NewRequestTokens, PagedModel
+from kvcli.paged.model import PagedModel, ScheduledRequest
 from kvcli.registry import parse_method
 from kvcli.seam.versions import with_cache
 from kvcli.serve.answers import Answer
@@ -141,7 +141,7 @@ def test_what_is_read_of_a_prompt_is_what_a_session_reads() -> None:
             session.flush(cache)
     with PagedModel(session, max_bytes=2**20, num_rings=1, max_length=512, residual_length=8, page_size=32) as paged:
         for start, stop in passes:
-            (found,) = paged.run([NewRequestTokens(ids[start:stop].tolist(), start, start, [*range(9)], 1)])
+            (found,) = paged.run([ScheduledRequest(ids[start:stop].tolist(), start, start, [*range(9)], 1)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -22,7 +22,7 @@ from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.artifact.recipe import Recipe
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.paged import attention as paged_attention
-from kvcli.paged.model import NewRequestTokens, PagedModel, open_pages
+from kvcli.paged.model import PagedModel, ScheduledRequest, open_pages
 from kvcli.paged.pages import LayerEncoder
 from kvcli.registry import get_method, parse_method
 
@@ -64,7 +64,7 @@ def generated(
         for row, text in enumerate(texts):
             stop = min(len(text), read[row] + chunk)
             begun = first[row] if first else 0
-            new.append(NewRequestTokens(text[read[row] : stop], read[row], begun, pages[row], row + 1))
+            new.append(ScheduledRequest(text[read[row] : stop], read[row], begun, pages[row], row + 1))
             read[row] = stop
         for row, logits in enumerate(paged.run(new).float().log_softmax(-1)):
             if read[row] == len(texts[row]):
@@ -292,7 +292,7 @@ def test_what_cannot_be_is_refused_by_name(tiny_model: Any) -> None:
         with pytest.raises(UsageError, match=reason), enabled(tiny_model, name, size=size):
             pass
     sizes = {"max_bytes": 100, "num_rings": 1, "max_length": 512}
-    with pytest.raises(UsageError, match="bytes, but all of them may take 100"):
+    with pytest.raises(UsageError, match="bytes, more than the 100 of all pages"):
         open_pages(tiny_model, MethodChoice("fp16"), **sizes).__enter__()
     with enabled(tiny_model, "rtn-4"), pytest.raises(CacheError, match="its passes are those of"):
         tiny_model(torch.arange(3)[None])
