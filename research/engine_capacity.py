@@ -31,7 +31,7 @@ def prompts_of(loaded: LoadedModel, text: str) -> list[list[int]]:
 
 
 def in_serve(loaded: LoadedModel, method: str, artifact: Path | None, prompts: Any, page: int) -> dict[str, Any]:
-    """Capacity, hits and the first answer of the engine of `kvcli serve --continuous`."""
+    """Capacity, hits and the first answer of the engine of `kvcli serve`."""
     from threading import Event
 
     from kvcli.artifact.choice import MethodChoice
@@ -43,7 +43,7 @@ def in_serve(loaded: LoadedModel, method: str, artifact: Path | None, prompts: A
 
     choice = MethodChoice.of("fp16" if method == "exact" else method, artifact)
     with open_pages(loaded, choice, max_bytes=NBYTES, num_rings=4, max_length=2**20, page_size=page) as model:
-        engine, made = ContinuousEngine(model, loaded.tokenizer), list[list[int]]()
+        engine, made = ContinuousEngine(model, loaded.tokenizer, loaded.name), list[list[int]]()
         for prompt in prompts:
             ended, tokens = Event(), list[int]()
             answer = Answer(loaded.tokenizer, NEW_TOKENS, [], [], None, lambda piece: None)

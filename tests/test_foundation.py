@@ -46,7 +46,7 @@ def imports(path: Path, *, types: bool) -> set[str]:
 
 
 def test_rooms_import_only_to_the_left(repo_root: Path) -> None:
-    """Integrations are imported by nothing else but `kvcli serve --continuous`, and no room is of odds and ends."""
+    """Integrations are imported by nothing else but `kvcli serve`, and no room is of odds and ends."""
     order = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
     package = repo_root / "kvcli"
     for path in sorted(package.rglob("*.py")):

@@ -36,6 +36,7 @@ from kvcli.registry import UNFITTED_METHOD
 if TYPE_CHECKING:
     from kvcli.artifact.choice import MethodChoice
     from kvcli.attention.session import Session
+    from kvcli.models.load import LoadedModel
 
 TRANSFORMERS = "transformers"
 """Name of the row of `transformers serve`, with the model as it is."""
@@ -57,7 +58,7 @@ class ServeBenchOptions(WholeModelOptions):
     prompt_tokens: int = Field(default=1024, ge=256, le=2**24, description="length of each client's prompt")
     new_tokens: int = Field(default=32, ge=2, le=2**16, description="tokens of an answer")
     clients: Lengths = Field(default=[1, 4, 16], description="clients at once; repeatable")
-    max_batch: int = Field(default=16, ge=1, description="waiting requests that are decoded together at most")
+    max_batch: int = Field(default=16, ge=1, description="requests that are answered at once at most; 1: without pages")
 
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
@@ -75,24 +76,24 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     def prompts(clients: int) -> list[list[int]]:
         return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
 
+    def open_case(loaded: LoadedModel, case: MethodChoice, impl: str, **rest: Any) -> Session:
+        return open_session(loaded.model, case, impl, options.seed)
+
     def measure(case: MethodChoice, row: Row) -> Row:
-        with (
-            tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store,
-            open_session(model, case, options.impl, options.seed) as session,
-        ):
-            session.warmup(min(row.batch, options.max_batch))
-            first = prompts(row.batch)
-            second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
-            with _serving(loaded, session, store, options) as port:
+        first = prompts(row.batch)
+        second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
+        with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store:
+            with _serving(loaded, case, open_case, store, options) as (port, impl):
                 figures = _ask(port, "cold", first, options)
                 _ask(port, "hot", second, options)  # not counted, as without a server: a GPU prepares for new lengths
                 hot = [_ask(port, "hot", second, options) for _ in range(3)]
                 figures |= {name: statistics.median(x[name] for x in hot) for name in hot[0]}
-            with _serving(loaded, session, store, options) as port:
+            with _serving(loaded, case, open_case, store, options) as (port, impl):
                 figures |= _ask(port, "disk", second, options)
-            if row.batch == 1:
+        if row.batch == 1:
+            with open_case(loaded, case, options.impl) as session:
                 figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
-            return replace(row, impl=session.backend.impl).plus(**figures)
+        return replace(row, impl=impl).plus(**figures)
 
     def measure_transformers(row: Row) -> Row:
         if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
@@ -129,29 +130,32 @@ def _words(vocab_size: int) -> Any:
 
 
 @contextmanager
-def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[int]:
-    """The port of a server in threads of this process, which runs inside the block."""
+def _serving(
+    loaded: Any, case: MethodChoice, attach: Any, store: str, options: ServeBenchOptions
+) -> Iterator[tuple[int, str]]:
+    """The port of a server in threads of this process, which runs inside the block, and what attends in it."""
     import uvicorn
 
     from kvcli.contexts import ContextStore
     from kvcli.serve.app import Server
-    from kvcli.serve.engine import Engine
+    from kvcli.serve.engine import open_engine
 
     length = options.prompt_tokens + options.new_tokens
-    kept: dict[str, Any] = {"store": ContextStore(store), "hot_bytes": 2**40, "max_model_len": length}
-    server = Server(loaded, Engine(loaded, session, "model", max_batch=options.max_batch, **kept))
-    listening = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(server.app(), log_level="error"))
-    thread, before = threading.Thread(target=running.run, args=([listening],), daemon=True), sys.getswitchinterval()
-    thread.start()
-    sys.setswitchinterval(0.001)  # as kvcli serve does
-    try:
-        yield int(listening.getsockname()[1])
-    finally:
-        running.should_exit = True
-        thread.join()
-        server.engine.close()
-        sys.setswitchinterval(before)
+    sizes: dict[str, Any] = {"max_batch": options.max_batch, "max_model_len": length, "hot_bytes": 2**40}
+    with open_engine(
+        loaded, case, "model", attach=attach, impl=options.impl, store=ContextStore(store), **sizes
+    ) as engine:
+        listening = socket.create_server(("127.0.0.1", 0))
+        running = uvicorn.Server(uvicorn.Config(Server(loaded, engine).app(), log_level="error"))
+        thread, before = threading.Thread(target=running.run, args=([listening],), daemon=True), sys.getswitchinterval()
+        thread.start()
+        sys.setswitchinterval(0.001)  # as kvcli serve does
+        try:
+            yield int(listening.getsockname()[1]), engine.session.backend.impl
+        finally:
+            running.should_exit = True
+            thread.join()
+            sys.setswitchinterval(before)
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import sub
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import ConfigDict, Field
@@ -176,31 +174,3 @@ class Snapshot:
         slots = int((seen < num_tokens).sum()) + 1 if removed else seen.shape[1]
         cut[VALID], cut[POSITIONS] = self.tensors[VALID][:, :slots], self.tensors[POSITIONS][:, :num_tokens]
         return Snapshot(counts, cut)
-
-
-def join(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """One snapshot of the rows of several, of caches of one session; shorter rows have padding on the left.
-
-    The tensors are on one device and are copied.
-    """
-    rows: dict[str, Any] = {
-        name: tuple(chain.from_iterable(getattr(x.counts, name) for x in snapshots))
-        for name in ("lengths", "coded_keys", "coded_values", "observed")
-    }
-    counts = replace(snapshots[0].counts, ring=max(x.counts.ring for x in snapshots), **rows)
-    tensors = {}
-    for name in snapshots[0].tensors:
-        parts = [x.tensors[name] for x in snapshots]
-        axis = 1 if name in (VALID, POSITIONS) else 2
-        if axis == 2 and counts.used(name) is None:
-            tensors[name] = torch.cat(parts)
-            continue
-        shape = list(parts[0].shape)
-        shape[0], shape[axis] = sum(len(x) for x in parts), max(x.shape[axis] for x in parts)
-        joined, row = parts[0].new_zeros(shape), 0
-        for x in parts:
-            start = shape[axis] - x.shape[axis] if name == VALID else 0
-            joined[row : row + len(x)].narrow(axis, start, x.shape[axis]).copy_(x)
-            row += len(x)
-        tensors[name] = joined
-    return Snapshot(counts, tensors)

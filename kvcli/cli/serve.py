@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -18,7 +18,7 @@ from kvcli.cli.session_options import SessionOptions, choose_method, say_notes
 from kvcli.cli.signals import stop_reason
 from kvcli.commands.paths import model_folder
 from kvcli.commands.sizes import parse_size, size
-from kvcli.errors import UnsupportedModelError, UsageError
+from kvcli.errors import UsageError
 from kvcli.progress import Say
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.serve import LOOPBACK
@@ -26,8 +26,7 @@ from kvcli.serve import LOOPBACK
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
     from kvcli.models.load import LoadedModel
-    from kvcli.serve.continuous import ContinuousEngine
-    from kvcli.serve.engine import Engine
+    from kvcli.serve.jobs import JobThread
 
 
 class ServeOptions(SessionOptions):
@@ -38,7 +37,6 @@ class ServeOptions(SessionOptions):
     )
     vllm_options: list[str] = Field([], description="after --: options of vLLM's own, with --engine vllm")
     host: str = Field("127.0.0.1", description="address to listen on; others than this machine's need a key")
-    continuous: bool = Field(False, description="requests join and leave between passes")
     port: int = Field(8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
     api_key_file: Path | None = Field(None, description="file of keys, one per line; requests need one of them")
     store: Path | None = Field(None, description="folder of contexts; default: runs/MODEL/served")
@@ -48,7 +46,7 @@ class ServeOptions(SessionOptions):
     hot_memory: str = Field("2GiB", description="memory of contexts, beside the store")
     max_model_len: int | None = Field(None, ge=2, description="tokens of a prompt and its answer; default: the model's")
     max_waiting: int = Field(64, ge=1, description="requests that may wait; others get status 429")
-    max_batch: int = Field(8, ge=1, description="requests that are decoded together at most")
+    max_batch: int = Field(8, ge=1, description="requests that are answered at once at most; 1: none has pages")
     grace: int = Field(30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
 
 
@@ -120,50 +118,32 @@ def _become_vllm(options: ServeOptions, keys: list[str], output: Output) -> NoRe
 @contextmanager
 def _engine(
     options: ServeOptions, kept: dict[str, Any], output: Output, say: Say
-) -> Iterator[tuple[LoadedModel, Engine | ContinuousEngine, str]]:
+) -> Iterator[tuple[LoadedModel, JobThread, str]]:
     """The model, what makes tokens inside the block, and a word on where contexts are."""
+    from kvcli.serve.continuous import ContinuousEngine
+    from kvcli.serve.engine import open_engine
+    from kvcli.serve.sequential import SequentialEngine
+
     chosen = choose_method(options, output)
     loaded = options.load(output)
     sys.setswitchinterval(0.001)  # the thread that makes tokens leaves the others waiting for so long each time
-    sizes = {name: getattr(options, name) for name in ("max_model_len", "max_waiting", "max_batch")}
-    store = kept["store"]
-    where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
-    if options.continuous:
-        from kvcli.paged.model import open_pages
-        from kvcli.serve.continuous import ContinuousEngine
-
-        chosen.fit_missing(loaded, output)
-        pages = {"max_bytes": kept.pop("hot_bytes"), "num_rings": sizes.pop("max_batch")}
-        pages["max_length"] = options.max_model_len or loaded.spec.max_position_embeddings
-        with ExitStack() as stack:
-            try:
-                model = stack.enter_context(open_pages(loaded, chosen.choice, impl=options.impl, **pages))
-            except (UnsupportedModelError, UsageError) as error:
-                raise type(error)(f"{error}; or serve without --continuous") from error
-            say_notes(model.session, output)
-            batching = ContinuousEngine(model, loaded.tokenizer, options.model, **kept, **sizes, say=say)
-            held = f"{model.num_pages * model.page_size} tokens in {size(model.nbytes)} of memory"
-            try:
-                yield loaded, batching, f"contexts {where}, {held}"
-            finally:
-                batching.close()
-        return
-    from kvcli.serve.engine import Engine
-
-    with chosen.attach(loaded, options.impl, output) as session:
-        if options.max_batch > 1:
-            session.warmup(options.max_batch, output.progress)
-        engine = Engine(loaded, session, options.model, **kept, **sizes, say=say)
-        if not engine.prefixes.reusable:
-            output.warn("every prompt is read from its beginning: the model rotates a text of each length differently")
-        elif loaded.spec.other_layers:
-            output.warn(
-                "one request is answered at a time, and what is kept of a prompt is used whole: layers keep states"
-            )
-        try:
-            yield loaded, engine, f"contexts {where}, {options.hot_memory} hot"
-        finally:
-            engine.close()
+    chosen.fit_missing(loaded, output)
+    sizes = {name: getattr(options, name) for name in ("max_model_len", "max_waiting", "max_batch", "impl")}
+    told: dict[str, Any] = {"say": say, "note": output.warn, "progress": output.progress}
+    with open_engine(loaded, chosen.choice, options.model, **kept, **sizes, **told) as engine:
+        say_notes(engine.session, output)
+        where = "in memory only"
+        if engine.contexts.store is not None:
+            where = f"in {engine.contexts.store.folder}, at most {options.store_limit}"
+        hot = f"{options.hot_memory} hot"
+        if isinstance(engine, ContinuousEngine):
+            pages, positions = engine.model, loaded.spec.max_position_embeddings
+            hot = f"{pages.num_pages * pages.page_size} tokens in {size(pages.nbytes)} of memory"
+            if options.max_model_len is None and engine.max_length < positions:
+                output.warn(f"--hot-memory holds {engine.max_length} tokens of the {positions} that the model takes")
+        elif isinstance(engine, SequentialEngine) and engine.prefixes.note is not None:
+            output.warn(engine.prefixes.note)
+        yield loaded, engine, f"contexts {where}, {hot}"
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -71,13 +71,19 @@ class PageTable:
         pages = self.table[:, start // self.page_size : stop // self.page_size].clamp_min(0)
 
         def rows(x: Tensor) -> Tensor:
+            tokens = self.page_size // x.shape[2]  # of an entry
+            if x.device.type == "cpu":  # two plain copies: the one of a GPU takes several times as long here
+                out = x[pages].transpose(1, 2).flatten(2, 3)
+                for row, length in zip(out, [] if lengths is None else lengths.tolist(), strict=lengths is not None):
+                    row[:, max(0, -(-(length - start) // tokens)) :] = 0
+                return out
             # eight bytes at once, in one copy: axes of the batch and of pages are put into order by strides
             words = x.flatten(2).view(torch.int64) if x.shape[3] else x.flatten(2)
             found = words.transpose(0, 1).index_select(1, pages.flatten()).view(x.dtype)
             out = found.view(x.shape[1], *pages.shape, *x.shape[2:]).transpose(0, 1).flatten(2, 3)
             if lengths is None:
                 return out
-            tokens = torch.arange(start, stop, self.page_size // x.shape[2], device=x.device)
-            return out.masked_fill_((tokens >= lengths.unsqueeze(1))[:, None, :, None], 0)
+            entries = torch.arange(start, stop, tokens, device=x.device)
+            return out.masked_fill_((entries >= lengths.unsqueeze(1))[:, None, :, None], 0)
 
         return codes.map(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -287,6 +287,7 @@ def open_pages(
     model: nn.Module | LoadedModel,
     choice: MethodChoice,
     *,
+    attach: Callable[..., Session] = attach,
     impl: str = "auto",
     layers: Collection[int] | None = None,
     **sizes: Any,
@@ -295,6 +296,7 @@ def open_pages(
 
     Args:
         choice: `flush_block` as in `MethodChoice.for_pages`, and `residual_length` is 32 by default.
+        attach: makes the session, as `kvcli.attach` does from the other arguments.
         impl, layers: as of `kvcli.attach`.
         sizes: `max_bytes`, `num_rings`, `max_length`, `page_size` of `PagedModel`.
 

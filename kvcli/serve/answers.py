@@ -69,7 +69,7 @@ class Answer:
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
 
-    def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, *, is_over: bool = False) -> bool:
+    def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, is_over: bool = False) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has.
 
         `logprob` is of the only one; after the last, nothing can follow where the answer `is_over`.

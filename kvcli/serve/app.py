@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -29,13 +29,9 @@ from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.grammar import JsonGrammars
-from kvcli.serve.jobs import Cancelled, Job
+from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
-
-if TYPE_CHECKING:
-    from kvcli.serve.continuous import ContinuousEngine
-    from kvcli.serve.engine import Engine
 
 _BODY_BYTES_PER_TOKEN = 64
 """Bytes of a body per token that a prompt may have: no text of so many tokens is larger, escaped as JSON."""
@@ -61,7 +57,7 @@ class Server:
     """
 
     def __init__(
-        self, loaded: LoadedModel, engine: Engine | ContinuousEngine, *, keys: Sequence[str] = (), per_key: bool = False
+        self, loaded: LoadedModel, engine: JobThread, *, keys: Sequence[str] = (), per_key: bool = False
     ) -> None:
         self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, engine.name, keys, per_key
         self.max_model_len, self.metrics = engine.max_length, engine.metrics

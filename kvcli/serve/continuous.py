@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from prometheus_client import Gauge
 from torch import Tensor
 
-from kvcli.attention.generation import NextToken
 from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
 from kvcli.paged.model import PagedModel, ScheduledRequest
-from kvcli.progress import Say, say_nothing
-from kvcli.registry import method_name
-from kvcli.serve.answers import TokenLogprob
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
+from kvcli.serve.sampler import Sampler
 
 
 @dataclass(eq=False)
@@ -71,25 +67,10 @@ class Request:
         tokens = self.prompt[self.num_computed : self.next_end[0]] if self.is_prompt else [self.token]
         return ScheduledRequest(tokens, self.num_computed, self.end_of_segment, self.pages, self.ring)
 
-    def next_token(self, logits: Tensor) -> Tensor:
-        """A token int64 [1, 1] of logits [1, vocab_size]."""
-        grammar = self.job.grammar
-        return self._choose(logits if grammar is None else grammar.allowed(logits))
-
-    def logprob_of(self, token: int, logits: Tensor) -> TokenLogprob | None:
-        """What the model says of a token and the most probable ones, by logits [vocab_size], if it is asked for."""
-        if (count := self.job.num_logprobs) is None:
-            return None
-        logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(count)
-        return TokenLogprob(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])
-
     @cached_property
-    def _choose(self) -> NextToken:
-        job, device = self.job, self.model.device
-        seed = secrets.randbits(63) if job.seed is None else job.seed
-        generator = torch.Generator(device).manual_seed(seed)
-        return NextToken(job.sampling, job.ids.to(device), self.model.vocab_size, generator)
+    def sampler(self) -> Sampler:
+        """What chooses its tokens."""
+        return Sampler(self.job, self.model.device, self.model.vocab_size)
 
 
 class ContinuousEngine(JobThread):
@@ -97,40 +78,24 @@ class ContinuousEngine(JobThread):
 
     Args:
         model: whose pages hold the contexts; it is open.
-        tokenizer, store, store_bytes: see `ServedContexts`.
-        name: of the model, as clients see it.
-        max_model_len: as of `Engine`.
-        max_waiting, say: see `JobThread`.
-
-    Attributes:
-        max_length, method, bits: as of `Engine`.
+        max_model_len: tokens of a prompt and its answer; None: as many as the pages hold.
+        others: as of `JobThread`.
 
     Raises:
         UsageError: a `max_model_len` that the pages do not hold.
     """
 
     def __init__(
-        self,
-        model: PagedModel,
-        tokenizer: object,
-        name: str,
-        *,
-        store: ContextStore | None = None,
-        store_bytes: int | None = None,
-        max_model_len: int | None = None,
-        max_waiting: int = 64,
-        say: Say = say_nothing,
+        self, model: PagedModel, tokenizer: object, name: str, *, max_model_len: int | None = None, **others: Any
     ) -> None:
-        super().__init__(name, tokenizer, store, store_bytes, max_waiting, say)
+        super().__init__(name, model.session, tokenizer, **others)
         if max_model_len is not None and max_model_len > model.max_length:
             raise UsageError(f"pages hold {model.max_length} tokens, not {max_model_len}; give them more memory")
         self.max_length = max_model_len or model.max_length
         self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
-        session = model.session
-        self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
         self._running, self._rings = list[Request](), [*range(1, model.num_rings + 1)]
-        if store is not None:
-            store.block_tokens = model.page_size
+        if self.contexts.store is not None:
+            self.contexts.store.block_tokens = model.page_size
         self.metrics.of_vllm(Gauge, "kv_cache_usage_perc").set_function(self._usage)
         self.metrics.hot_bytes.set_function(lambda: self._pool.num_used * model.page_bytes)
         self._thread.start()
@@ -231,9 +196,9 @@ class ContinuousEngine(JobThread):
         self.contexts.put(snapshot, identity, ids, partial(self._pool.forget_disk, name))
 
     def identity_of(self, owner: str, length: int = 1) -> CacheIdentity:
-        """What contexts of so many tokens of a client are bound to."""
+        """As that of `JobThread`."""
         reading = f"pages of {self.model.page_size}, {LONG_PASS} at once"
-        return self.contexts.identity(self.model.session, reading, owner, length)
+        return self.contexts.identity(self.session, reading, owner, length)
 
     def _share(self, request: Request) -> None:
         """Lets a request go on from what others have read of its prompt."""
@@ -290,7 +255,7 @@ class ContinuousEngine(JobThread):
                 try:
                     if not request.job.answer.num_tokens:
                         self._store(request)
-                    chosen.append((request, request.next_token(row.unsqueeze(0)), row))
+                    chosen.append((request, request.sampler(row.unsqueeze(0)), row))
                 except Exception as error:
                     self._end([request], error)
         made = torch.cat([token for _, token, _ in chosen]).flatten().tolist() if chosen else []
@@ -328,8 +293,7 @@ class ContinuousEngine(JobThread):
         """Gives a request its next token, which was chosen by logits [vocab_size]."""
         job, request.token = request.job, token
         try:
-            is_over = job.grammar is not None and job.grammar.take(token)
-            ended = self._feed(job, [token], request.logprob_of(token, logits), is_over=is_over)
+            ended = self._feed(job, [token], *request.sampler.take(token, logits.unsqueeze(0)))
         except Exception as error:  # of its text, which is no other's
             self._end([request], error)
         else:

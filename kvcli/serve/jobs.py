@@ -15,9 +15,12 @@ from prometheus_client import Gauge
 from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
+from kvcli.attention.session import Session
+from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
 from kvcli.errors import error_text
-from kvcli.progress import Say
+from kvcli.progress import Say, say_nothing
+from kvcli.registry import method_name
 from kvcli.serve.answers import Answer
 from kvcli.serve.grammar import Grammar
 from kvcli.serve.metrics import Metrics
@@ -72,15 +75,32 @@ class JobThread(ABC):
 
     Args:
         name: of the model, as clients see it.
+        session: of the model and the method.
         tokenizer, store, store_bytes: see `ServedContexts`.
         max_waiting: requests that may wait.
         say: gets a line about a request that failed.
+
+    Attributes:
+        max_length: tokens of a prompt and its answer.
+        method: with its bits.
+        bits: per value of what is encoded.
     """
 
+    max_length: int
+
     def __init__(
-        self, name: str, tokenizer: Any, store: ContextStore | None, store_bytes: int | None, max_waiting: int, say: Say
+        self,
+        name: str,
+        session: Session,
+        tokenizer: Any,
+        *,
+        store: ContextStore | None = None,
+        store_bytes: int | None = None,
+        max_waiting: int = 64,
+        say: Say = say_nothing,
     ) -> None:
-        self.name, self.metrics = name, Metrics(name)
+        self.name, self.session, self.metrics = name, session, Metrics(name)
+        self.method, self.bits = method_name(session.method.name, dict(session.config)), session.true_bits
         self.contexts = ServedContexts(store, tokenizer, store_bytes, say, self.metrics.count_stored)
         self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
         self._max_waiting, self._say, self._closing = max_waiting, say, False
@@ -139,6 +159,10 @@ class JobThread(ABC):
     def _answer(self) -> bool:
         """Waits for requests and works on some; returns False at the end."""
 
+    @abstractmethod
+    def identity_of(self, owner: str, length: int) -> CacheIdentity:
+        """What contexts of so many tokens of a client are bound to."""
+
     @contextmanager
     def _reporting_failures(self, jobs: Collection[Job]) -> Iterator[None]:
         """Tells requests if what is done for them fails."""
@@ -161,10 +185,10 @@ class JobThread(ABC):
         self.metrics.add(request_queue_time_seconds=job.begun - job.since)
         return job
 
-    def _feed(self, job: Job, tokens: Sequence[int], *rest: Any, **options: Any) -> bool:
+    def _feed(self, job: Job, tokens: Sequence[int], *told: Any) -> bool:
         """`Answer.feed` of a request."""
         before, count, metrics = job.answer.num_tokens, job.ids.shape[1], self.metrics
-        ended = job.answer.feed(tokens, *rest, **options)
+        ended = job.answer.feed(tokens, *told)
         made, now = job.answer.num_tokens - before, time.monotonic()
         metrics.add(generation_tokens=made)
         if before:

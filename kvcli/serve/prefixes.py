@@ -139,9 +139,11 @@ class Prefixes:
             self.hot.pop()
 
     @property
-    def joinable(self) -> bool:
-        """Whether caches of several prompts can be rows of one."""
-        return self.reusable and not self._whole
+    def note(self) -> str | None:
+        """What is kept of prompts of this model otherwise than of others."""
+        if not self.reusable:
+            return "every prompt is read from its beginning: the model rotates a text of each length differently"
+        return "what is kept of a prompt is used whole: layers keep states" if self._whole else None
 
     @property
     def hot_bytes(self) -> int:

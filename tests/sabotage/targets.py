@@ -59,7 +59,8 @@ SEEN: dict[str, str] = {
     "kvcli.serve.prefixes:boundaries": "serve/test_prefixes.py",
     "kvcli.serve.prefixes:Prefixes.keep": "serve/test_prefixes.py",
     "kvcli.serve.app:api_error": SERVER + "errors_of_the_engine_are_told_and_passed_over",
-    "kvcli.serve.engine:Engine._together": SERVER + "requests_that_are_too_long_together_are_no_batch",
+    "kvcli.serve.sampler:Sampler.take": "serve/test_openai.py",
+    "kvcli.serve.engine:open_engine": "serve/test_serve_command.py::test_what_has_no_pages_is_answered_one_by_one",
     # codes in pages
     "kvcli.paged.rings:ResidualRings.advance": "paged/test_rings.py",
     "kvcli.paged.rings:ResidualRings.fork": "paged/test_rings.py",

@@ -1,4 +1,4 @@
-"""`kvcli serve --continuous`: requests of several clients in the same passes, which join and leave between them."""
+"""Requests of several clients in the same passes of `kvcli serve`, which join and leave between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of the OpenAI API that need the logits of each token, or several answers: of `kvcli serve --continuous`."""
+"""Fields of the OpenAI API that need the logits of each token, or several answers: at once and one by one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+@pytest.fixture(scope="module", params=[serving_together, serving])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server of codes for the tests that leave it as it was."""
-    with serving_together() as made:
+    with request.param() as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def exact() -> Iterator[Served]:
+@pytest.fixture(scope="module", params=[serving_together, serving])
+def exact(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server without codes."""
-    with serving_together("fp16") as made:
+    with request.param(method="fp16") as made:
         yield made
 
 
@@ -123,12 +123,6 @@ def test_requests_that_cannot_be_met_are_refused_by_name(served: Served) -> None
     assert refused(top_logprobs=2) == ("top_logprobs", "top_logprobs: it needs logprobs")
     assert refused(n=9)[0] == "n"
     assert "is no variable of a chat template" in refused(chat_template_kwargs={"chat_template": "x"})[1]
-    with serving() as other:
-        for name, value in (("logprobs", True), ("response_format", {"type": "json_object"})):
-            body = {"messages": [{"role": "user", "content": "Hi"}], name: value}
-            error = other.ask("/v1/chat/completions", body).error()
-            assert (error["param"], "--continuous" in error["message"]) == (name, True)
-        assert len(other.chat("Hi", 4, n=2).choices) == 2
 
 
 def test_variables_of_a_chat_template_are_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ from contexts_made import Maker
 from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
-from kvcli.cache.snapshot import Snapshot, join
+from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
 from kvcli.registry import METHODS
-from kvcli.seam.versions import with_cache
 from kvcli.serve import prefixes as module
 from kvcli.serve.prefixes import Prefix, Prefixes, boundaries
 from kvcli.serve.store import ServedContexts
@@ -220,39 +219,6 @@ def test_a_damaged_context_is_passed_over(opened: Callable[..., Any]) -> None:
     assert again == made
     assert prefix.source == "none"
     fresh.contexts.close()
-
-
-@pytest.mark.parametrize("name", ["kivi", "squat", "rtn", "commvq"])
-def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker]) -> None:
-    """Of caches of different lengths, with and without codes."""
-    session = maker(name).session
-    prompts = [tokens(length, seed=length) for length in (5, 61, 90)]
-    caches = []
-    for ids in prompts:
-        cache = session.new_cache()
-        session.generate(ids, max_new_tokens=1, cache=cache, eos_token_id=[])
-        caches.append(cache)
-    alone = []
-    for cache in caches:
-        with torch.inference_mode():
-            alone.append(session.model(input_ids=torch.tensor([[7]]), **with_cache(cache)).logits[0, -1])
-    caches = []
-    for ids in prompts:
-        cache = session.new_cache()
-        session.generate(ids, max_new_tokens=1, cache=cache, eos_token_id=[])
-        caches.append(cache)
-    joined = session.new_cache()
-    joined.restore(join([cache.snapshot() for cache in caches]))
-    assert bool((joined.sequences.valid.int().diff(dim=1) >= 0).all())  # padding is on the left
-    mask = torch.cat((joined.sequences.valid.long(), torch.ones(3, 1, dtype=torch.int64)), dim=1)
-    with torch.inference_mode():
-        logits = session.model(
-            input_ids=torch.full((3, 1), 7),
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            **with_cache(joined),
-        ).logits[:, -1]
-    torch.testing.assert_close(logits, torch.stack(alone), atol=2e-5, rtol=1e-4)
 
 
 def test_of_two_contexts_the_one_that_was_read_alike_is_found(opened: Callable[..., Any]) -> None:

@@ -22,9 +22,11 @@ from served import answered, request, until
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli.output import Output
 from kvcli.cli.serve import ServeOptions, _engine
+from kvcli.commands.sizes import parse_size
 from kvcli.contexts import ContextStore
 from kvcli.models.load import load_model
 from kvcli.serve.continuous import ContinuousEngine
+from kvcli.serve.sequential import SequentialEngine
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 
@@ -97,9 +99,6 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
     assert "..name" in refused(*serve, "--port", "0", "--host", "..name", "--api-key-file", str(key))
     for options in (("--store-limit", "much"), ("--hot-memory", "-1"), ("--max-model-len", "1"), ("--port", "65536")):
         refused(*serve, *options)
-    said = refused(*serve[:-1], "qjl", "--continuous", "--port", "0")
-    assert "codes of method 'qjl' depend on" in said
-    assert "without --continuous" in said
 
 
 def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Path) -> None:
@@ -109,12 +108,35 @@ def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Pat
         model=str(folder), fingerprint=load_model(str(folder)).fingerprint, method="turboquant", settings=settings
     )
     recipe.save(tmp_path / "r.yaml")
-    options, output = ServeOptions(recipe=tmp_path / "r.yaml", continuous=True), Output(quiet=True)
+    options, output = ServeOptions(recipe=tmp_path / "r.yaml"), Output(quiet=True)
     kept = {"hot_bytes": 2**24, "store": None, "store_bytes": None}
     with _engine(options, kept, output, print) as (_, engine, _):
         assert isinstance(engine, ContinuousEngine)
         config = engine.model.session.config
     assert {name: getattr(config, name) for name in settings} == {**settings, "k_bits": (4, 3, 2), "flush_block": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "qjl"}, "codes of method 'qjl' depend on other tokens"),
+        ({"method": "rtn-4", "setting": ["flush_block=4"]}, "tokens of a paged cache are encoded at once"),
+        ({"method": "rtn-4", "hot_memory": "1KiB"}, "more than the 1024 of all pages"),
+        ({"method": "rtn-4", "max_batch": 1}, None),
+    ],
+)
+def test_what_has_no_pages_is_answered_one_by_one(
+    options: dict[str, Any], reason: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a line that says why, or because that was asked for; settings hold all the same."""
+    made = ServeOptions(model=str(folder), residual_length=32, **options)
+    kept = {"hot_bytes": parse_size(made.hot_memory), "store": None, "store_bytes": None}
+    with _engine(made, kept, Output(), print) as (_, engine, _):
+        assert isinstance(engine, SequentialEngine)
+        assert engine.session.config.flush_block == (4 if "setting" in options else engine.session.config.flush_block)
+    told = " ".join(capsys.readouterr().err.split())
+    assert ("one request is answered at a time: " in told) == (reason is not None)
+    assert (reason or "") in told
 
 
 def test_a_server_listens_before_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +147,7 @@ def test_a_server_listens_before_it_says_so(folder: Path, monkeypatch: pytest.Mo
     assert "serving http" in invoke("serve", str(folder), *METHOD, "--port", "0", "--no-store").stderr
 
 
-@pytest.mark.parametrize("option", ["--no-store", "--continuous"])
+@pytest.mark.parametrize("option", ["--max-batch=1", "--no-store"])
 def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], folder: Path) -> None:
     process, client = start(option, "--grace", "300")
     stream = complete(client, folder, "Go on", max_tokens=300, stream=True, stream_options={"include_usage": True})
@@ -137,7 +159,7 @@ def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], fol
     assert "ended" in process.stderr.read()
 
 
-@pytest.mark.parametrize("option", ["--no-store", "--continuous"])
+@pytest.mark.parametrize("option", ["--max-batch=1", "--no-store"])
 def test_ctrl_c_ends_answers_that_take_too_long(option: str, start: Callable[..., Any], folder: Path) -> None:
     process, client = start(option, "--grace", "0")
     body = {"prompt": "Go on", "max_tokens": 4000, "stream": True}

@@ -1,4 +1,4 @@
-"""The server as clients see it: what it answers, several at once, and errors."""
+"""A server of one request at a time as clients see it: what it answers, and errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from factories import make_model
 from families import make
 from served import LONG, Served, answered, busy, request, serving, serving_together, until
 
-from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import CacheError, ModelError
 from kvcli.serve import app as app_module
 from kvcli.serve.answers import Answer
-from kvcli.serve.jobs import Job
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -234,22 +232,17 @@ def _says(served: Served, text: str) -> Any:
     return generate
 
 
-@pytest.mark.parametrize("method", ["rtn-2", "kivi-2"])
+@pytest.mark.parametrize("method", ["rtn-2", "qjl"])
 def test_requests_at_once_get_what_each_gets_alone(method: str) -> None:
     """Eight that waited together, of different lengths, with cached prefixes and without."""
     prompts = [TEXT[i : i + 5 + 9 * i] for i in range(8)]
-    with serving(method=method) as served:
+    with serving(method=method) as served, ThreadPoolExecutor(8) as pool:
         alone = [served.complete(prompt, 6 + 3 * i).choices[0].text for i, prompt in enumerate(prompts)]
         served.prefixes.hot[:] = served.prefixes.hot[::2]
-        rows: list[int] = []
-        with ThreadPoolExecutor(8) as pool:
-            with busy(served):
-                generate = served.session.generate
-                served.session.generate = lambda ids, *x, **y: (rows.append(len(ids)), generate(ids, *x, **y))[1]
-                made = [pool.submit(served.complete, prompt, 6 + 3 * i) for i, prompt in enumerate(prompts)]
-                waiting(served, 8)
-            assert [x.result().choices[0].text for x in made] == alone
-        assert 8 in rows
+        with busy(served):
+            made = [pool.submit(served.complete, prompt, 6 + 3 * i) for i, prompt in enumerate(prompts)]
+            waiting(served, 8)
+        assert [x.result().choices[0].text for x in made] == alone
 
 
 def test_requests_at_once_read_what_they_begin_with_once() -> None:
@@ -269,7 +262,7 @@ def test_requests_at_once_read_what_they_begin_with_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
-def test_models_with_states_of_the_whole_text_are_served_one_by_one_and_keep_whole_prompts(family: str) -> None:
+def test_models_with_states_of_the_whole_text_keep_whole_prompts(family: str) -> None:
     longer = f"{TEXT}Question?"
     with serving(model=make(family, vocab_size=259)) as served, ThreadPoolExecutor(2) as pool:
         expected = served.generated(longer, 8)
@@ -282,35 +275,6 @@ def test_models_with_states_of_the_whole_text_are_served_one_by_one_and_keep_who
         served.prefixes.hot.clear()  # from the store
         assert served.complete(longer, 8).choices[0].text == expected
         assert served.complete(longer + expected, 8).usage.prompt_tokens_details.cached_tokens == second
-
-
-def test_padding_of_a_batch_is_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that a prompt has not are not penalized in it, such as the padding of shorter prompts."""
-    seen: list[Any] = []
-    with serving() as served, ThreadPoolExecutor(2) as pool:
-        with busy(served):
-            made = [pool.submit(served.complete, x, 4, extra_body={"repetition_penalty": 2.0}) for x in ("ab", "cdefg")]
-            waiting(served, 2)
-            generate = served.session.generate
-            monkeypatch.setattr(
-                served.session, "generate", lambda ids, *x, **y: (seen.append(ids), generate(ids, *x, **y))[1]
-            )
-        assert [x.result().usage.completion_tokens for x in made] == [4, 4]
-        decoded = {frozenset(served.loaded.tokenizer.decode(row)) for row in seen[-1][:, :-1]}
-    assert decoded == {frozenset("ab"), frozenset("cdefg")}
-
-
-def test_a_short_answer_does_not_wait_for_a_long_one_of_its_batch() -> None:
-    with serving() as served, ThreadPoolExecutor(1) as pool:
-        with busy(served):
-            long = served.open(request("/v1/completions", {"prompt": "Long", "max_tokens": LONG}))
-            waiting(served, 1)
-            short = pool.submit(served.complete, "Short", 3)
-            waiting(served, 2)
-        assert short.result().usage.completion_tokens == 3
-        long.close()
-        served.complete("Next", 1)
-        assert served.counted("vllm:generation_tokens_total") < LONG
 
 
 def test_too_many_requests_are_told_to_come_later() -> None:
@@ -453,7 +417,7 @@ def test_errors_of_the_engine_are_told_and_passed_over(
     assert served.complete("Hi you", 12).choices[0].text == served.generated("Hi you", 12)
 
 
-def test_one_answer_that_fails_takes_no_others_of_its_batch_along() -> None:
+def test_one_answer_that_fails_takes_no_others_along() -> None:
     with serving() as served, ThreadPoolExecutor(2) as pool:
         alone = served.complete("Good", 8).choices[0].text
         read = served.prefixes.read
@@ -472,13 +436,13 @@ def test_one_answer_that_fails_takes_no_others_of_its_batch_along() -> None:
         assert made[1].result().choices[0].text == alone
 
 
-def test_an_answer_that_fails_ends_no_other_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_whose_text_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Answer.feed
 
-    def failing(answer: Answer, tokens: Any) -> bool:
+    def failing(answer: Answer, tokens: Any, *told: Any) -> bool:
         if answer.max_tokens == 7:
             raise ValueError("no text")
-        return feed(answer, tokens)
+        return feed(answer, tokens, *told)
 
     with serving() as served, ThreadPoolExecutor(2) as pool:
         alone = served.complete("twelve words", 9).choices[0].text
@@ -489,28 +453,3 @@ def test_an_answer_that_fails_ends_no_other_of_its_batch(monkeypatch: pytest.Mon
         with pytest.raises(openai.InternalServerError, match="internal error"):
             made[0].result()
         assert made[1].result().choices[0].text == alone
-
-
-def test_requests_that_are_too_long_together_are_no_batch() -> None:
-    """The longest prompt goes on as long as the longest answer, and the model has no positions beyond its length."""
-    with serving() as served:
-
-        def job(prompt: int, answer: int, temperature: float = 0.0) -> Any:
-            sampling = SamplingConfig(answer, temperature)
-            return Job(torch.zeros(1, prompt, dtype=torch.int64), sampling, None, None, "", True, print)  # type: ignore[arg-type]
-
-        together = served.engine._together
-        assert together([job(3000, 10), job(10, 1000)])
-        assert not together([job(3000, 10), job(10, 1097)])
-        assert not together([job(10, 10), job(10, 10, 0.5)])
-        assert not together([job(10, 10, 0.5), job(10, 10, 0.5)])
-
-
-def test_a_prompt_of_one_token_is_part_of_a_batch() -> None:
-    with serving() as served, ThreadPoolExecutor(3) as pool:
-        prompts: list[Any] = [[5], "twelve words", [7]]
-        alone = [served.complete(prompt).choices[0].text for prompt in prompts]
-        with busy(served):
-            answers = [pool.submit(served.complete, prompt) for prompt in prompts]
-            until(lambda: served.engine.num_waiting == 3)
-        assert [answer.result().choices[0].text for answer in answers] == alone

@@ -1,4 +1,4 @@
-"""Many clients of `kvcli serve --continuous`, among kills, a full disk and clients that go away."""
+"""Many clients of `kvcli serve`, among kills, a full disk and clients that go away."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Storm:
         self.reader: Any = None
 
     def start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "kvcli", "serve", str(self.folder), *METHOD, "--port", "0", "--continuous"]
+        command = [sys.executable, "-m", "kvcli", "serve", str(self.folder), *METHOD, "--port", "0"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
         self.process = subprocess.Popen(
             [*command, "--store", str(self.store), "--max-batch", str(CLIENTS), *options],
@@ -109,7 +109,7 @@ def storm(tmp_path: Path) -> Iterator[Storm]:
 @pytest.mark.skipif(not REQUESTS, reason="takes minutes: KVCLI_STORM=1000 pytest tests/serve/test_storm.py")
 @pytest.mark.timeout(3600)
 def test_no_answer_is_another_in_a_storm(storm: Storm, tmp_path: Path) -> None:
-    """Fault (kills): `kvcli serve --continuous` killed among 16 clients, some of which go away, or on a full disk.
+    """Fault (kills): `kvcli serve` killed among 16 clients, some of which go away, or on a full disk.
     Result: every answer is the one that a server alone gives; what was stored of a prompt is found.
     """
     rng = random.Random(0)

@@ -29,8 +29,8 @@ from kvcli.paged.model import open_pages
 from kvcli.serve import prefixes as prefixes_module
 from kvcli.serve.app import Server
 from kvcli.serve.continuous import ContinuousEngine
-from kvcli.serve.engine import Engine
 from kvcli.serve.prefixes import Prefixes
+from kvcli.serve.sequential import SequentialEngine
 from kvcli.text.prompts import chat_ids
 
 LONG = 3000
@@ -159,18 +159,18 @@ def serving(
     keys: Sequence[str] = (),
     per_key: bool = False,
     max_waiting: int = 64,
-    max_batch: int = 8,
     template: str = CHAT,
     model: Any = None,
 ) -> Iterator[Served]:
     """A server with boundaries every 16 tokens and buffers of sockets that hold little."""
     loaded = model if isinstance(model, LoadedModel) else tiny(model, template)
-    with kvcli.attach(loaded, method, residual_length=8, sink_length=2, group_size=8) as session:
+    groups = {} if method == "fp16" else {"group_size": 8}
+    with kvcli.attach(loaded, method, residual_length=8, sink_length=2, **groups) as session:
         kept = None if store is None else ContextStore(store)
-        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
+        sizes = {"max_waiting": max_waiting, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
-            engine = Engine(loaded, session, "tiny", store=kept, **sizes, say=print)
+            engine = SequentialEngine(loaded, session, "tiny", store=kept, **sizes, say=print)
         with listening(Server(loaded, engine, keys=keys, per_key=per_key)) as port:
             yield Served(loaded, session, engine, port)
 
