@@ -1,4 +1,4 @@
-"""Suite `serve`: requests of several clients at once to `kvcli serve`, next to `transformers serve` if it can run.
+"""Suite `serve`: requests of several clients at once to `kvcli serve`.
 
 Each client asks about a prompt of its own, and then again with another end: of what was just read, and once more after
 the server has ended and begun again, when prompts are on disk only.
@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -29,7 +27,6 @@ from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, Row, WholeModelOpt
 from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError
-from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
     from kvcli.artifact.choice import MethodChoice
     from kvcli.attention.session import Session
     from kvcli.models.load import LoadedModel
-
-TRANSFORMERS = "transformers"
-"""Name of the row of `transformers serve`, with the model as it is."""
 
 _STATES = {
     "cold": "of a prompt that is new",
@@ -62,16 +56,16 @@ class ServeBenchOptions(WholeModelOptions):
 
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
-    """Rows of `transformers serve`, of fp16 and of methods."""
+    """Rows of fp16 and of methods."""
     if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise UsageError("packages that are not installed are needed: pip install 'kvcli[serve]'")
     from kvcli.bench.model import open_session, random_prompt
 
     cases = options.choices(kinds_only=True)
     loaded, shared = options.load_model(options.random_weights, reporter)
-    model, folder = loaded.model, _folder(options.model)
+    model = loaded.model
     if options.random_weights is not None:
-        loaded, folder = replace(loaded, tokenizer=_words(loaded.spec.vocab_size)), None
+        loaded = replace(loaded, tokenizer=_words(loaded.spec.vocab_size))
 
     def prompts(clients: int) -> list[list[int]]:
         return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
@@ -95,28 +89,12 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
                 figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
         return replace(row, impl=impl).plus(**figures)
 
-    def measure_transformers(row: Row) -> Row:
-        if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
-            raise UsageError("transformers serve needs a folder of a model and transformers[serving]")
-        texts = [loaded.tokenizer.decode(prompt) for prompt in prompts(row.batch)]
-        with _transformers(folder, model) as port:
-            _ask(port, "cold", ["Hello"], options, folder)  # it loads the model at its first request
-            figures = _ask(port, "cold", texts, options, folder) | _ask(port, "hot", texts, options, folder)
-        return row.plus(**{**figures, "hot_cached": None})
-
     def rows() -> Iterator[Row]:
         for clients in options.clients:
-            yield run_row(measure_transformers, Row(TRANSFORMERS, options.prompt_tokens, clients, "sdpa"))
             for case in cases:
                 yield run_row(partial(measure, case), Row(case.label, options.prompt_tokens, clients, "-"))
 
-    return BenchRows(rows(), (1 + len(cases)) * len(options.clients), shared)
-
-
-def _folder(name: str) -> str | None:
-    """The folder of a model, if it has one."""
-    folder = copy_folder(BUILTIN_MODELS[name]) if name in BUILTIN_MODELS else Path(name)
-    return str(folder) if folder.is_dir() else None
+    return BenchRows(rows(), len(cases) * len(options.clients), shared)
 
 
 def _words(vocab_size: int) -> Any:
@@ -158,33 +136,9 @@ def _serving(
             sys.setswitchinterval(before)
 
 
-@contextmanager
-def _transformers(folder: str, model: Any) -> Iterator[int]:
-    """The port of `transformers serve` in a process of its own, which runs inside the block."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    dtype = str(model.dtype).removeprefix("torch.")
-    words = ["serve", folder, "--port", str(port), "--device", str(model.device.type), "--dtype", dtype]
-    code = "from transformers.cli.transformers import main; main()"
-    null = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=null, stderr=null)
-    try:
-        until = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < until:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.2)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _ask(
-    port: int, state: str, prompts: Sequence[Any], options: ServeBenchOptions, model: str = "model"
-) -> dict[str, Any]:
+def _ask(port: int, state: str, prompts: Sequence[Any], options: ServeBenchOptions) -> dict[str, Any]:
     """Figures of one request per client, all at once."""
-    shared = {"model": model, "max_tokens": options.new_tokens, "temperature": 0, "stream": True}
+    shared = {"model": "model", "max_tokens": options.new_tokens, "temperature": 0, "stream": True}
     shared["stream_options"] = {"include_usage": True}
     # of 32K numbers this takes 10 ms, which are not the server's
     bodies = [json.dumps({**shared, "prompt": prompt}) for prompt in prompts]

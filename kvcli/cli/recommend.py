@@ -23,6 +23,9 @@ from kvcli.registry import BASELINE
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan
 
+_SCALE = "kivi-2"
+"""The method whose loss is 1: losses of several models are of several sizes, and their ratios alike."""
+
 LOSSES = Path(__file__).with_name("losses.json")
 """KL by model and method, the largest model first; `docs/results/tables.py` takes it from the records of docs."""
 
@@ -45,12 +48,12 @@ def run(options: CacheOptions, output: Output) -> None:
     smaller = f"; those of the checkpoint ({planned.quantized}) and peaks are smaller" if planned.quantized else ""
     output.say(f"{where}: weights {size(planned.weights_bytes)}{smaller}")
     rows = [_row(plan, options, memory, tables) for plan in plans]
-    rows.sort(key=lambda row: (not row["fits"], _known(row)[0], row["peak_bytes"]))
+    rows.sort(key=lambda row: (not row["fits"], math.inf if row["loss"] is None else row["loss"], row["peak_bytes"]))
     about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
-    output.say(f"KL to the uncompressed model, nats per token, was measured on {' and '.join(about)}")
+    output.say(f"KL to the uncompressed model was measured on {' and '.join(about)}; loss: that KL, {_SCALE}'s is 1")
     if tables[0]["model"] != options.model:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
-    best = next((row for row in rows if row["fits"] and {*row["kl"].values()} != {None}), None)
+    best = next((row for row in rows if row["fits"] and row["loss"] is not None), None)
     if best is None:
         output.say("nothing that was measured fits")
     elif best["method"] == BASELINE:
@@ -69,12 +72,16 @@ def run(options: CacheOptions, output: Output) -> None:
 
 def _row(plan: MethodPlan, options: CacheOptions, memory: int, tables: list[dict[str, Any]]) -> dict[str, Any]:
     lengths, chunk = (options.prompt_tokens, options.max_new_tokens, options.batch), options.prefill_chunk
+    kl = {x["model"]: 0.0 if plan.name == BASELINE else x["kl"].get(plan.name) for x in tables}
+    known = next(((kl[x["model"]] / x["kl"][_SCALE], x["model"]) for x in tables if kl[x["model"]] is not None), None)
     fit_first, peak = plan.method.needs_artifact, plan.peak_bytes(*lengths, chunk=chunk)
     with suppress(ArtifactError):
         fit_first = fit_first and not newest_artifact(options.model, plan.name)
     return {
         "method": plan.name,
-        "kl": {x["model"]: 0.0 if plan.name == BASELINE else x["kl"].get(plan.name) for x in tables},
+        "kl": kl,
+        "loss": None if known is None else known[0],
+        "measured_on": None if known is None else known[1],
         "cache_bytes": plan.memory(*lengths, chunk=chunk).allocated_bytes,
         "peak_bytes": peak,
         "fits": peak <= memory,
@@ -86,8 +93,8 @@ def _table(title: str, rows: list[dict[str, Any]]) -> DataTable:
     cells = [
         {
             "method": row["method"],
-            "KL": f"{_known(row)[0]:.4f}" if _known(row)[1] else "-",
-            "measured on": _known(row)[1],
+            "loss": "-" if row["loss"] is None else f"{row['loss']:.3f}",
+            "measured on": row["measured_on"] or "-",
             "cache": size(row["cache_bytes"]),
             "peak": size(row["peak_bytes"]),
             **{name.replace("_", " "): "yes" if row[name] else "-" for name in ("fits", "fit_first")},
@@ -95,11 +102,6 @@ def _table(title: str, rows: list[dict[str, Any]]) -> DataTable:
         for row in rows
     ]
     return DataTable.of(title, cells, ("cache", "measured on"))
-
-
-def _known(row: dict[str, Any]) -> tuple[float, str]:
-    """The KL that was measured on the largest model, and which that is."""
-    return next(((kl, model) for model, kl in row["kl"].items() if kl is not None), (math.inf, ""))
 
 
 EXAMPLE = "kvcli recommend llama-3.1-8b --memory 24GiB --prompt-tokens 64K"

@@ -17,6 +17,7 @@ from kvcli.commands.paths import is_artifact_of, newest_artifact
 from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
+from kvcli.eval.verdict import verdict
 from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, parse_name
@@ -271,7 +272,8 @@ class EvalRun(Run):
             failure = error
         if missed := "; ".join(gate.reason for gate in gates if not gate.passed):
             failure = failure or QualityGateError(f"quality gate missed: {missed}")
-        return Summary({"gates": [asdict(gate) for gate in gates]}, failure=failure)
+        said = verdict(records)
+        return Summary({"gates": [asdict(gate) for gate in gates]}, [said] if said else [], failure)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,11 +80,6 @@ class ResidualRings:
         """How many rings there are, ring 0 among them."""
         return self._state.shape[1]
 
-    def grow(self, rings: int) -> None:
-        """Makes at least so many rings."""
-        if (more := rings + 1 - self.count) > 0:
-            self._state = torch.cat((self._state, self._state.new_full((4, more), -1)), 1)
-
     def advance(self, earlier: Tensor, last: Tensor, past: Tensor, new: Tensor, begun: Tensor) -> Rings:
         """The rings of the requests of a pass, with their earlier tokens.
 
@@ -112,20 +107,6 @@ class ResidualRings:
         self._lost_exact_keys |= (stored & ~found & (past % self._group > 0)).any()
         num_coded = begin.maximum(past - self._residual) // self._group * self._group
         return Rings(slot, source.where(found, slot), num_coded)
-
-    def fork(self, page: int, copy: int) -> tuple[int, int] | None:
-        """Copy-on-write: gives a forked request a copy of its parent's ring, if there is one; (parent's, child's)."""
-        found = (self._state[0] == page).nonzero()
-        if not len(found):
-            return None
-        source, slot = int(found[0]), int(self._state[3, 1:].argmin()) + 1
-        self._state[:, slot] = self._state[:, source]
-        self._state[0, slot] = copy
-        return source, slot
-
-    def release(self, page: int) -> None:
-        """Takes back the ring of a request that is finished, whose last page this is."""
-        self._state.masked_fill_(self._state[0] == page, -1)
 
     def check(self) -> None:
         """CacheError: a request that ended in an open group was not known. It waits for the device."""

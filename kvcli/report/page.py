@@ -6,7 +6,9 @@ them are drawn a second time for wide screens, and the style sheet shows one.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,10 @@ NARROW, WIDE = 340, 760
 
 _BLUE, _RED, _GREY = "#4c8fd0", "#e4572e", "#8a8f98"
 _ROW_PIXELS = 20
+_OWN_COLOURS = """><style>
+svg { color: #1d2129 }
+@media (prefers-color-scheme: dark) { svg { color: #e4e6ea } }
+</style>"""
 _INK: dict[str, Any] = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": "normal"}
 _THEME: dict[str, Any] = {
     "background": "transparent",
@@ -44,13 +50,26 @@ class Chart(NamedTuple):
     layers: list[dict[str, Any]]
     wide: bool = False
 
-    def svg(self, width: int) -> str:
-        """The chart, drawn."""
-        import vl_convert
-
+    def spec(self, width: int) -> dict[str, Any]:
+        """It for Vega-Lite."""
         spec = {"title": self.title, "data": {"values": self.data}, "encoding": self.encoding, "layer": self.layers}
         size = {"width": width, "height": self.height, "autosize": {"type": "fit-x", "contains": "padding"}}
-        return str(vl_convert.vegalite_to_svg({**spec, **size, "config": _THEME}))
+        return {**spec, **size, "config": _THEME}
+
+    def svg(self, width: int) -> str:
+        """The chart, drawn; text has the colour of the page."""
+        import vl_convert
+
+        return str(vl_convert.vegalite_to_svg(self.spec(width)))
+
+    def drawn(self, kind: str) -> bytes:
+        """The chart as a file of its own: `svg`, whose text follows a dark theme, or `png` on white, twice as large."""
+        import vl_convert
+
+        if kind == "svg":
+            return self.svg(WIDE).replace(">", _OWN_COLOURS, 1).encode()
+        spec = json.dumps(self.spec(WIDE) | {"background": "white"}).replace("currentColor", "#1d2129")
+        return bytes(vl_convert.vegalite_to_png(spec, scale=2))
 
 
 def _x(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
@@ -238,25 +257,41 @@ def _ends(metric: Row) -> dict[str, float]:
     return {} if metric["low"] is None else {"low": metric["low"], "high": metric["high"]}
 
 
-def page(sections: Sequence[Section]) -> str:
-    """One HTML page; UsageError: the packages that draw are not installed, or a record lacks what a chart shows."""
+def charts_of(section: Section) -> list[Chart]:
+    """The charts of a section; UsageError: what draws is not installed, or a record lacks what they show."""
     try:
         import vl_convert  # noqa: F401
-        from jinja2 import Environment
-        from markupsafe import Markup
     except ImportError as error:
-        needs = "a page needs packages that are not installed: pip install 'kvcli[report]'"
+        needs = "charts need packages that are not installed: pip install 'kvcli[report]'"
         raise UsageError(f"{needs}; --format md does without") from error
+    try:
+        return CHARTS[find_suite(section.suite).chart](section.rows)
+    except MALFORMED as error:
+        raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
 
+
+def pictures(sections: Sequence[Section], kind: str) -> dict[str, bytes]:
+    """Every chart as a file, `svg` or `png`, by a name of suite, place and title; UsageError as of `charts_of`."""
+    made = {}
+    for place, section in enumerate(sections, 1):
+        for number, chart in enumerate(charts_of(section), 1):
+            words = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")[:40].rstrip("-")
+            made[f"{section.suite}-{place}-{number}-{words}.{kind}"] = chart.drawn(kind)
+    return made
+
+
+def page(sections: Sequence[Section]) -> str:
+    """One HTML page; UsageError as of `charts_of`."""
     shown = []
     for section in sections:
-        try:
-            charts = CHARTS[find_suite(section.suite).chart](section.rows)
-        except MALFORMED as error:
-            raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
+        charts = charts_of(section)
+        from markupsafe import Markup
+
         pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts]
         tables = [x for x in (section.table, answers(section.rows)) if x is not None]
         shown.append({"section": section, "charts": pairs, "tables": tables})
+    from jinja2 import Environment
+
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         Path(__file__).with_name("page.html").read_text()
     )
@@ -267,7 +302,8 @@ def markdown(sections: Sequence[Section]) -> str:
     """The same tables, notes and commands as Markdown."""
     parts = ["# kvcli report"]
     for section in sections:
-        words = f"## {section.title}", section.about, "\n".join(f"- {note}" for note in section.notes)
+        notes = "\n".join(f"- {note}" for note in section.notes)
+        words = f"## {section.title}", section.about, section.verdict, notes
         parts += [x.replace("<", "&lt;") for x in words]
         for table in filter(None, (section.table, answers(section.rows))):
             parts += [f"{table.title}:".replace("<", "&lt;"), table.markdown().rstrip()]

@@ -15,6 +15,7 @@ from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, interval, read_plain
+from kvcli.eval.verdict import verdict
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
 
@@ -48,7 +49,10 @@ MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know."""
+    """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know.
+
+    `verdict` is what the table says, in words; empty: nothing.
+    """
 
     suite: str
     title: str
@@ -56,6 +60,7 @@ class Section:
     table: DataTable
     commands: Sequence[str]
     notes: Sequence[str]
+    verdict: str = ""
 
     @property
     def about(self) -> str:
@@ -99,7 +104,8 @@ def sections(rows: Records) -> list[Section]:
         kinds = [_group(group[0]) for group in groups.values()]
         for group, kind in zip(groups.values(), kinds, strict=True):
             suite, title = str(group[0]["suite"]), _title(kind, kinds)
-            made.append(Section(suite, title, group, table(suite, group), _commands(group), _notes(group)))
+            said = verdict(group) if suite in EVAL_SUITES else None
+            made.append(Section(suite, title, group, table(suite, group), _commands(group), _notes(group), said or ""))
     except MALFORMED as error:
         raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
     return made
@@ -171,7 +177,7 @@ def quality(rows: Records) -> DataTable:
     """KL, flips and perplexity by method, best first; and the KL without sinks where that was measured, too."""
     without = without_sinks(rows)
     kept = [row for row in rows if row not in without.values()]
-    header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity"]
+    header = ["method", "bits K / V", "cache / fp16", "KL", "95 % interval", "flips %", "perplexity"]
     cells = []
     for name, row in sorted(unique_names(kept), key=lambda item: float(item[1]["kl_mean"])):
         memory = row["memory"]
@@ -181,7 +187,7 @@ def quality(rows: Records) -> DataTable:
         if without:
             other = without.get(row["method"])
             figures.append("" if other is None else f"{other['kl_mean']:.4f}")
-        cells.append([name, bits, *figures])
+        cells.append([name, bits, f"1/{memory.get('whole_ratio', memory['ratio']):.2f}" if memory else "-", *figures])
     title = f"KL to the uncompressed model, nats per token, over {rows[0]['num_tokens']} tokens"
     return DataTable(title, header + ["KL without sinks"] * bool(without), cells)
 

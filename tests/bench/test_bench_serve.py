@@ -20,12 +20,9 @@ def test_prompts_are_found_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.splitlines()[0])["rows"]
     assert [(row["method"], row["batch"]) for row in rows] == [
-        (name, clients) for clients in (1, 3) for name in ("transformers", "fp16", "kivi-2")
+        (name, clients) for clients in (1, 3) for name in ("fp16", "kivi-2")
     ]
     for row in rows:
-        if row["method"] == "transformers":
-            assert row["status"] == "refused"
-            continue
         assert row["status"] == "ok", row["note"]
         assert row["hot_cached"] == row["disk_cached"] > 0.8
         assert min(row[f"{state}_{x}"] for state in ("cold", "hot", "disk") for x in ("first_s", "tokens_per_s")) > 0

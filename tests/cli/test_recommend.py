@@ -71,9 +71,20 @@ def test_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_losses_of_other_models_are_said_to_be_theirs() -> None:
     done = result("recommend", "org/unknown", *SHARED, "--memory", "100GiB")
-    says(done.stdout, "measured on", "large", "0.0400")
+    says(done.stdout, "measured on", "large", "0.250")
     says(done.stderr, "nothing was measured on org/unknown", "was measured on large (99 tokens of essays")
     assert names(recommended("--memory", "100GiB", model="org/unknown")) == ["fp16", "kivi-4", "kivi-2", "klt-2"]
+
+
+def test_losses_of_several_models_are_on_one_scale() -> None:
+    """A method of one of them stands where its share of kivi-2's loss there puts it."""
+    tables = json.loads(recommend.LOSSES.read_text())
+    tables[1]["kl"]["rtn-4"] = 0.1  # half of kivi-2's 0.2, and more than its 0.04 on the other model
+    recommend.LOSSES.write_text(json.dumps(tables))
+    made = recommended("--memory", "100GiB", model="org/unknown")["methods"]
+    assert [row["method"] for row in made] == ["fp16", "kivi-4", "rtn-4", "kivi-2", "klt-2"]
+    assert [row["loss"] for row in made] == pytest.approx([0, 0.25, 0.5, 1, 1.25])
+    assert [row["measured_on"] for row in made] == ["large", "large", "tiny", "large", "large"]
 
 
 def test_the_commands_that_measure_it() -> None:

@@ -20,6 +20,7 @@ from test_records_and_gates import NOISE, kl_record
 from test_suites import KIVI, SIZES
 
 from kvcli._version import __version__
+from kvcli.eval.verdict import verdict
 from kvcli.models.load import LoadedModel
 from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotations
 from kvcli.report.tables import Row, answers, read, sections, unique_names
@@ -166,7 +167,7 @@ def test_answers_are_marked_where_they_begin_to_be_wrong(measured: Path) -> None
 
 
 def bits(value: float) -> dict[str, float]:
-    return {"key_bits": value, "value_bits": value, "true_bits": value}
+    return {"key_bits": value, "value_bits": value, "true_bits": value, "ratio": 16 / value}
 
 
 def points(*pairs: tuple[float, float], **changes: Any) -> list[Row]:
@@ -176,6 +177,62 @@ def points(*pairs: tuple[float, float], **changes: Any) -> list[Row]:
 def test_the_front_is_what_nothing_smaller_beats() -> None:
     (chart,) = loss_by_size(points((5, 0.002), (3, 0.1), (2, 0.01), (1, 0.05), (8, 0.002)))
     assert [x["bits"] for x in chart.data if x["front"]] == [1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("own", "differences", "expected"),
+    [
+        (0.0, {"a": (0.0, False)}, "The model itself finds nothing here: these rows say nothing of methods."),
+        (0.5, {"a": (-0.2, True), "b": (0.1, True)}, "beyond chance: a; not told apart from it, or better: b."),
+        (0.5, {"a": (-0.2, False)}, "Not told apart from it, or better: a."),
+        (None, {"a": (0.0, False)}, None),
+    ],
+)
+def test_a_table_says_in_words_what_it_shows(own: float | None, differences: Any, expected: str | None) -> None:
+    def row(label: str, mean: float, versus: Any) -> Row:
+        metric = {"mean": mean, "better": "higher", "difference": versus}
+        return {
+            "suite": "needle",
+            "method": "fp16" if versus is None else label,
+            "label": label,
+            "metrics": {"exact": metric},
+        }
+
+    rows = [] if own is None else [row("uncompressed", own, None)]
+    versus = {name: {"to": "uncompressed", "mean": mean, "real": real} for name, (mean, real) in differences.items()}
+    said = verdict([*rows, *(row(name, 0.5 + x["mean"], x) for name, x in versus.items())])
+    assert said == expected or (expected and said and said.endswith(expected))
+
+
+def test_the_front_in_words() -> None:
+    def row(method: str, bits: float, kl: float, label: str = "") -> Row:
+        memory = {"true_bits": bits}
+        return {"method": method, "label": label or method, "kl_mean": kl, "memory": memory, "metrics": {"kl_mean": {}}}
+
+    rows = [row("kivi-4", 5, 0.002), row("rtn-4", 5.1, 0.003), row("klt-2", 2, 0.1, "a"), row("klt-2", 2, 0.2, "b")]
+    assert (
+        verdict(rows)
+        == "No other row has fewer bits and loses less than a (2.00 bits, KL 0.1), kivi-4 (5.00 bits, KL 0.002)."
+    )
+    assert verdict(rows[:1]) is None
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_charts_are_files_of_their_own(kind: str, committed: list[str]) -> None:
+    """In SVG their text follows a dark theme, in PNG it is on white."""
+    pytest.importorskip("vl_convert", reason="charts need kvcli[report]")
+    made = result("report", *committed[:2], "--format", kind, "--out", "charts", "--json")
+    files = [Path(x) for x in made["files"]]
+    assert files[0] == Path(f"charts/kl-1-1-loss-by-size-the-line-is-the-pareto-fron.{kind}")
+    assert [x.name.split("-")[0] for x in files[1:]] == ["attention"] * 3
+    assert made["bytes"] == sum(x.stat().st_size for x in files)
+    if kind == "svg":
+        assert "prefers-color-scheme: dark" in files[0].read_text()
+        assert "klt-2.95" in files[0].read_text()
+    else:
+        assert files[0].read_bytes().startswith(b"\x89PNG")
+    Path("taken").touch()
+    assert "must be a folder" in refused("report", committed[0], "--format", kind, "--out", "taken")
 
 
 def test_rows_of_one_method_are_told_apart_and_a_later_one_replaces_the_same() -> None:

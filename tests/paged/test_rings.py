@@ -104,24 +104,6 @@ def test_what_is_not_stored_has_no_ring() -> None:
     assert advance(windows, (1, [1], 4, 1)) == [(ring, ring, 0)]
 
 
-def test_a_ring_that_was_released_is_given_first() -> None:
-    windows = windows_of(2)
-    rings = [advance(windows, (-1, [page], 0, 4))[0][0] for page in (1, 2)]
-    windows.release(2)
-    assert advance(windows, (-1, [3], 0, 4))[0][0] == rings[1]
-    assert advance(windows, (1, [1], 4, 1)) == [(rings[0], rings[0], 0)]
-
-
-def test_a_fork_has_a_ring_of_its_own() -> None:
-    windows = windows_of(1)
-    ((ring, _, _),) = advance(windows, (-1, [1], 0, 12))
-    windows.grow(2)
-    assert windows.fork(1, 2) == (ring, windows.count - 1)
-    assert windows.fork(7, 8) is None
-    found = advance(windows, (2, [2], 12, 1), (1, [1], 12, 1))
-    assert found == [(windows.count - 1, windows.count - 1, 4), (ring, ring, 4)]
-
-
 def test_exact_keys_that_are_lost_are_refused() -> None:
     windows = windows_of(1, residual_length=32, group=32)
     advance(windows, (-1, [1], 0, 40))

@@ -63,8 +63,6 @@ SEEN: dict[str, str] = {
     "kvcli.serve.engine:open_engine": "serve/test_serve_command.py::test_what_has_no_pages_is_answered_one_by_one",
     # codes in pages
     "kvcli.paged.rings:ResidualRings.advance": "paged/test_rings.py",
-    "kvcli.paged.rings:ResidualRings.fork": "paged/test_rings.py",
-    "kvcli.paged.rings:ResidualRings.release": "paged/test_rings.py",
     "kvcli.paged.rings:ResidualRings.check": "paged/test_rings.py",
     "kvcli.paged.batch:Batch.of": "paged/test_batch.py",
     "kvcli.paged.batch:UniformBatch.visible": PAGED + "sinks_and_recent_tokens_are_exact",

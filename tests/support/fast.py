@@ -41,7 +41,7 @@ FAST = (
     "storage/test_verified_reads.py",
     "text/test_detokenizer.py",
 )
-"""Paths in `tests/`. `tests/test_fast.py` says how many cases and seconds they may have."""
+"""Paths in `tests/`. `tests/test_fast.py` says how many cases they may have."""
 
 SLOWER = re.compile(
     r"test_import_patches_nothing|test_help_loads_nothing|test_misused_flags|before_torch|what_the_probe_finds"
