@@ -1,4 +1,5 @@
-"""Writes the tables of docs that are made from the records here, tests, or the commands' help; `--check` compares.
+"""Writes the tables and pictures of docs that are made from the records here, tests, or the commands' help; `--check`
+compares.
 
 A record is a line that `kvcli bench --out` or `kvcli eval --out` appended, less the `units` of `eval`. A table stands
 between `<!-- table: NAME -->` and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pictures
 from command_pages import commands
+from pictures import records
 
 from kvcli.commands.tables import DataTable
 from kvcli.registry import BASELINE
@@ -27,11 +30,6 @@ LOSSES = [*FOLDER.parent.parent.glob("kvcli/cli/losses.json")]
 add()
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.")
-
-
-def records(name: str) -> list[dict[str, Any]]:
-    """The records of a file, in order."""
-    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
 def measured(name: str) -> str:
@@ -172,6 +170,9 @@ TABLES: dict[str, Callable[[str], str]] = {
 }
 
 
+SCALE = "kivi-2"
+"""The method whose loss is 1 where losses on several models stand in one table."""
+
 QUALITY = ("quality-qwen2.5-coder-1.5b-essays", "quality-smollm2-135m")
 """The larger model first."""
 
@@ -209,11 +210,14 @@ def main() -> int:
         The exit code.
     """
     stale = [page for page in (*PAGES, *LOSSES) if rendered(page) != page.read_text()]
+    drawn = pictures.stale()
     if "--check" in sys.argv:
-        sys.stderr.writelines(f"{page.name} is stale: run python docs/results/tables.py\n" for page in stale)
-        return int(bool(stale))
+        sys.stderr.writelines(f"{x.name} is stale: run python docs/results/tables.py\n" for x in (*stale, *drawn))
+        return int(bool(stale or drawn))
     for page in stale:
         page.write_text(rendered(page))
+    for path, chart in drawn.items():
+        pictures.draw(path, chart)
     return 0
 
 

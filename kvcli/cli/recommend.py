@@ -23,11 +23,8 @@ from kvcli.registry import BASELINE
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan
 
-_SCALE = "kivi-2"
-"""The method whose loss is 1: losses of several models are of several sizes, and their ratios alike."""
-
 LOSSES = Path(__file__).with_name("losses.json")
-"""KL by model and method, the largest model first; `docs/results/tables.py` takes it from the records of docs."""
+"""KL by model and method, the largest model first, and whose is 1 on one scale of all; by `docs/results/tables.py`."""
 
 
 def run(options: CacheOptions, output: Output) -> None:
@@ -50,7 +47,8 @@ def run(options: CacheOptions, output: Output) -> None:
     rows = [_row(plan, options, memory, tables) for plan in plans]
     rows.sort(key=lambda row: (not row["fits"], math.inf if row["loss"] is None else row["loss"], row["peak_bytes"]))
     about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
-    output.say(f"KL to the uncompressed model was measured on {' and '.join(about)}; loss: that KL, {_SCALE}'s is 1")
+    share = f"loss: that KL, {tables[0]['scale']}'s is 1"
+    output.say(f"KL to the uncompressed model was measured on {' and '.join(about)}; {share}")
     if tables[0]["model"] != options.model:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
     best = next((row for row in rows if row["fits"] and row["loss"] is not None), None)
@@ -73,15 +71,14 @@ def run(options: CacheOptions, output: Output) -> None:
 def _row(plan: MethodPlan, options: CacheOptions, memory: int, tables: list[dict[str, Any]]) -> dict[str, Any]:
     lengths, chunk = (options.prompt_tokens, options.max_new_tokens, options.batch), options.prefill_chunk
     kl = {x["model"]: 0.0 if plan.name == BASELINE else x["kl"].get(plan.name) for x in tables}
-    known = next(((kl[x["model"]] / x["kl"][_SCALE], x["model"]) for x in tables if kl[x["model"]] is not None), None)
+    losses = [(x["model"], loss / x["kl"][x["scale"]]) for x in tables if (loss := kl[x["model"]]) is not None]
     fit_first, peak = plan.method.needs_artifact, plan.peak_bytes(*lengths, chunk=chunk)
     with suppress(ArtifactError):
         fit_first = fit_first and not newest_artifact(options.model, plan.name)
     return {
         "method": plan.name,
         "kl": kl,
-        "loss": None if known is None else known[0],
-        "measured_on": None if known is None else known[1],
+        **dict(zip(("measured_on", "loss"), losses[0] if losses else (None, None), strict=True)),
         "cache_bytes": plan.memory(*lengths, chunk=chunk).allocated_bytes,
         "peak_bytes": peak,
         "fits": peak <= memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvcli.commands.suite import Records
@@ -42,7 +41,7 @@ def _front(rows: Records) -> str | None:
     return f"No other row has fewer bits and loses less than {', '.join(front)}." if len(kept) > 1 else None
 
 
-def _name(row: Mapping[str, Any], rows: Records) -> str:
+def _name(row: Any, rows: Records) -> str:
     """The method, or the label where several rows have it."""
     alone = [x["method"] for x in rows].count(row["method"]) == 1 and row["label"] != UNCOMPRESSED
     return str(row["method"] if alone else row["label"])

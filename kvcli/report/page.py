@@ -72,22 +72,23 @@ class Chart(NamedTuple):
         return bytes(vl_convert.vegalite_to_png(spec, scale=2))
 
 
-def _x(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+def axis(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    """A field of the data."""
     return {"field": field, "type": kind, "title": title, **more}
 
 
-def _layer(mark: str, where: str = "true", encoding: dict[str, Any] | None = None, **style: Any) -> dict[str, Any]:
+def layer(mark: str, where: str = "true", encoding: dict[str, Any] | None = None, **style: Any) -> dict[str, Any]:
     """A layer of marks of the rows for which a condition holds."""
     return {"transform": [{"filter": where}], "mark": {"type": mark, **style}, "encoding": encoding or {}}
 
 
-def _log(field: str, title: str, data: Sequence[Row]) -> dict[str, Any]:
+def log(field: str, title: str, data: Sequence[Row]) -> dict[str, Any]:
     """A logarithmic axis with marks at 1, 2 and 5."""
     least, most = (find(row.get(x) or row[field] for row in data) for find, x in ((min, "low"), (max, "high")))
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     marks = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
     shown = {"values": [x for x in marks if least / 2 <= x <= 2 * most], "format": "~g"}
-    return _x(field, title, scale={"type": "log", "domain": [0.7 * least, 1.2 * most]}, axis=shown)
+    return axis(field, title, scale={"type": "log", "domain": [0.7 * least, 1.2 * most]}, axis=shown)
 
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]]) -> Chart:
@@ -99,15 +100,15 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]])
     ]
     fp16 = f"datum.name == '{BASELINE}' || datum.name == '{UNCOMPRESSED}'"
     most = 1.25 * max(row["end"] for row in data) or 1
-    x = _x("x", unit, scale={"domain": [0, most]}, axis={"tickCount": 4})
+    x = axis("x", unit, scale={"domain": [0, most]}, axis={"tickCount": 4})
     colour = {"condition": {"test": fp16, "value": _GREY}, "value": _BLUE}
-    y = _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False})
+    y = axis("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False})
     whiskers, ends = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}, {"x": {**x, "field": "end"}}
     layers = [
-        _layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
-        _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
-        _layer("rule", "isValid(datum.low)", whiskers, color="currentColor"),
-        _layer("text", encoding={**ends, "text": {"field": "text"}}, align="left", dx=4),
+        layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
+        layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
+        layer("rule", "isValid(datum.low)", whiskers, color="currentColor"),
+        layer("text", encoding={**ends, "text": {"field": "text"}}, align="left", dx=4),
     ]
     return Chart(title, data, _ROW_PIXELS * len(data), {"x": x, "y": y}, layers)
 
@@ -123,17 +124,17 @@ def loss_by_size(rows: Records) -> list[Chart]:
         best = min(best, kl)
     if not points:
         return []
-    y, bits = _log("kl", "KL, nats per token", points), [point["bits"] for point in points]
+    y, bits = log("kl", "KL, nats per token", points), [point["bits"] for point in points]
     sizes = {"type": "log", "base": 2, "domain": [min(bits) / 2.2, 1.4 * max(bits)]}
-    x = _x("bits", "bits per key or value, with every scalar", scale=sizes, axis={"values": [1, 2, 4, 8, 16]})
+    x = axis("bits", "bits per key or value, with every scalar", scale=sizes, axis={"values": [1, 2, 4, 8, 16]})
     whiskers, names = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}, {"text": {"field": "name"}}
     layers = [
-        _layer("line", "datum.front", color=_RED, opacity=0.6),
-        _layer("rule", "datum.low > 0", whiskers, color=_GREY),
-        _layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
-        _layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
-        _layer("text", "!datum.front", names, align="left", dx=7),
-        _layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
+        layer("line", "datum.front", color=_RED, opacity=0.6),
+        layer("rule", "datum.low > 0", whiskers, color=_GREY),
+        layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
+        layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
+        layer("text", "!datum.front", names, align="left", dx=7),
+        layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
     ]
     return [Chart("Loss by size; the line is the Pareto front", points, 460, {"x": x, "y": y}, layers, wide=True)]
 
@@ -146,24 +147,24 @@ def loss_by_layer(rows: Records) -> list[Chart]:
     ]
     if not data:
         return []
-    y, layers = _log("kl", "KL, nats per token", data), _x("layer", "layer", axis={"tickMinStep": 1, "grid": False})
+    y, layers = (log("kl", "KL, nats per token", data), axis("layer", "layer", axis={"tickMinStep": 1, "grid": False}))
     whiskers = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    encoding = {"x": layers, "y": y, "color": _x("name", None, "nominal")}
-    marks = [_layer("line", point=True), _layer("rule", "datum.low > 0", whiskers, color=_GREY)]
+    encoding = {"x": layers, "y": y, "color": axis("name", None, "nominal")}
+    marks = [layer("line", point=True), layer("rule", "datum.low > 0", whiskers, color=_GREY)]
     return [Chart("Loss when one layer alone is compressed", data, 260, encoding, marks, wide=True)]
 
 
 def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[str, Any]], wide: bool = False) -> Chart:
     """A map of shares, fields `share` and `text`, by two fields with their titles; long names where it is `wide`."""
     bare = {"labelAngle": -90 * wide, "domain": False, "ticks": False}
-    opacity = _x("share", scale={"domain": [0, 1], "range": [0, 0.85]}, legend=None)
+    opacity = axis("share", scale={"domain": [0, 1], "range": [0, 0.85]}, legend=None)
     encoding = {
-        "x": _x(*x, "ordinal", sort=None, axis=bare),
-        "y": _x(*y, "ordinal", sort=None, axis={**bare, "labelAngle": 0}),
+        "x": axis(*x, "ordinal", sort=None, axis=bare),
+        "y": axis(*y, "ordinal", sort=None, axis={**bare, "labelAngle": 0}),
     }
     layers = [
-        _layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
-        _layer("text", encoding={"text": {"field": "text"}}),
+        layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
+        layer("text", encoding={"text": {"field": "text"}}),
     ]
     return Chart(title, cells, 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}), encoding, layers, wide)
 

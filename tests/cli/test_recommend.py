@@ -23,7 +23,7 @@ TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_te
 def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of the tiny model and of another one, as they are of real ones; every model has tiny shapes."""
     monkeypatch.setattr(memory, "model_config", lambda name, *_: shape_config("tiny"))
-    about = {"text": "essays", "tokens": 99, "window": "the first 4"}
+    about = {"text": "essays", "tokens": 99, "window": "the first 4", "scale": "kivi-2"}
     kl = {"kivi-2": 0.2, "kivi-4": 0.01, "klt-2": 0.05}
     tables = [{"model": "large", **about, "kl": {**kl, "kivi-2": 0.04}}, {"model": "tiny", **about, "kl": kl}]
     monkeypatch.setattr(recommend, "LOSSES", tmp_path / "losses.json")

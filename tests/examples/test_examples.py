@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
@@ -64,6 +66,27 @@ def test_a_document_is_read_once(run: Callable[..., str]) -> None:
     assert number(r"(\d+) of them from the store", second) == tokens
     assert first.splitlines()[1:] == second.splitlines()[1:]
     assert coded(first) > 0.8
+
+
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="it is written for transformers 5.24 and newer")
+def test_a_notebook_compares_methods(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cell after cell, of other models and methods; its outputs are those of a run."""
+    pytest.importorskip("vl_convert", reason="the plot needs kvcli[report]")
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(SVG=str))
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    first, *others = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert first.startswith("MODEL, METHODS = ")
+    monkeypatch.chdir(tmp_path)
+    names = {"MODEL": model, "METHODS": ["fp8", "kivi-4", "rtn-2"]}
+    for cell in others:
+        exec(compile(cell, "quickstart.ipynb", "exec"), names)
+    kl = {row["method"]: row["kl"] for row in names["rows"]}  # type: ignore[attr-defined]
+    assert 0 < kl["fp8"] < kl["rtn-2"]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:3]] == [*kl]
+    assert all(cell["outputs"] for cell in cells if any("print(" in line for line in cell["source"]))
 
 
 def test_a_conversation_is_resumed(run: Callable[..., str], tmp_path: Path) -> None:
