@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Two decoders ignore arguments that other causal language models follow, without a word.
 # transformers 5.24.0. Source: models/whisper/modeling_whisper.py and models/blenderbot/modeling_blenderbot.py, whose
 # forwards take **kwargs.
 # Two decoders ignore, without a word, an argument that other causal language models follow. Whisper's keeps the logits

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Jamba begins with an empty state in every pass of two or more tokens, without a warning.
 # transformers 5.24.0 (5.23.0 as well), Jamba without the CUDA kernels of mamba_ssm.
 # Source: models/jamba/modeling_jamba.py: the scan uses the recurrent state of the cache only where `seq_len == 1`.
 # A pass of two or more tokens over a cache that holds tokens begins with an empty state in every Mamba layer, without

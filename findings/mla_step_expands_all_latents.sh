@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# A decoded token of DeepSeek expands the latents of the whole context, in every layer.
 # transformers 5.24.0 (and 5.17 on), DeepSeek V2/V3 and other models with latent attention, on any device.
 # Source: models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3Attention.forward: `cache.update`, then `expand_kv`.
 # Since the cache holds latents in place of keys and values of heads, a decoded token multiplies the latents of the

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# An output class of one's own with a field `past_key_values` cannot be made any more.
 # transformers 5.24.0. Source: utils/generic.py, ModelOutput, which renames `past_key_values` to `cache` for its own
 # classes until 5.40.
 # A dataclass of one's own, derived from ModelOutput as the docs ask, with a field `past_key_values` cannot be made

@@ -25,8 +25,9 @@ from kvcli.report.tables import table
 from research.suites import add
 
 FOLDER = Path(__file__).resolve().parent
-PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
-LOSSES = [*FOLDER.parent.parent.glob("kvcli/cli/losses.json")]
+ROOT = FOLDER.parent.parent
+PAGES = [*sorted(FOLDER.parent.glob("*.md")), *ROOT.glob("README.md"), *ROOT.glob("findings/README.md")]
+LOSSES = [*ROOT.glob("kvcli/cli/losses.json")]
 add()
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.")
@@ -61,7 +62,7 @@ def shared_memory(name: str) -> str:
 
 def faults(name: str) -> str:
     """Faults of one section, from docstrings of tests: `Fault (SECTION): x. Result: y.`."""
-    tests, section, rows = FOLDER.parent.parent / "tests", name.removeprefix("faults-"), []
+    tests, section, rows = ROOT / "tests", name.removeprefix("faults-"), []
     for path in sorted(tests.rglob("test_*.py")):
         functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
         for paragraph in (x for node in functions for x in (ast.get_docstring(node) or "").split("\n\n")):
@@ -71,6 +72,17 @@ def faults(name: str) -> str:
                     raise ValueError(f"{path}: a fault of no section, or without a result: {paragraph}")
                 rows += [[match[2], match[3]]] if match[1] == section else []
     return markdown(["fault", "what happens"], rows)
+
+
+def findings(name: str) -> str:
+    """The scripts of `findings/`, by their first lines: what they find, and the version."""
+    rows = []
+    for path in sorted((ROOT / name).glob("*.sh")):
+        _, title, version, *_ = path.read_text().splitlines()
+        rows.append(
+            [f"[{path.stem}]({path.name})", title.removeprefix("# "), version.removeprefix("# ").split(". ")[0]]
+        )
+    return markdown(["script", "what is so", "version"], rows)
 
 
 def types(name: str) -> str:
@@ -166,6 +178,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "shared-memory": shared_memory,
     "commands": commands,
     "types": types,
+    "findings": findings,
     **{f"faults-{section}": faults for section in ("kills", "files")},
 }
 

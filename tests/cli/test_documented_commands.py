@@ -61,6 +61,7 @@ SMALL = {
     "demo": None,  # test_workflow.py
     "pull": None,  # test_share.py
     "recommend": None,  # test_recommend.py
+    "serve": None,  # tests/serve
     "ask": FEW,
     "generate": FEW,
     "chat": FEW,

@@ -113,8 +113,8 @@ def test_a_task_of_ones_own_is_scored(run: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 def test_a_method_is_fitted_to_ones_own_text(run: Callable[..., str], tmp_path: Path) -> None:
-    lines = (EXAMPLES.parent / "README.md").read_text().splitlines()
-    (tmp_path / "own.txt").write_text("\n".join(lines))
+    pages = [EXAMPLES.parent / name for name in ("README.md", "docs/concepts.md")]
+    (tmp_path / "own.txt").write_text("\n".join(page.read_text() for page in pages))
     printed = run("calibrate_own_text", "own.txt")
     assert "The best of times" in printed
     assert 1.5 < number(r"([\d.]+) bits per value", printed) < 3
