@@ -160,7 +160,7 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
 def generate_with(artifact: str) -> list[str]:
     """The command that generates with an artifact."""
     model = artifact_record(artifact).get("model")
-    words = ["--artifact", artifact, "--prompt", "Photosynthesis is", "--stats"]
+    words = ["--artifact", artifact, "--prompt", "Photosynthesis is", "--residual-length", "16", "--stats"]
     return [] if model is None else ["kvcli", "generate", *model_argument(model), *words]
 
 

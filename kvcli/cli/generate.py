@@ -221,6 +221,6 @@ def describe_generation(generation: Generation, session: Session) -> str:
     )
 
 
-EXAMPLE = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats'
+EXAMPLE = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --residual-length 16 --stats'
 SAVES_MEMORY = "shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits"
 COMMAND = Command("generate", GenerateOptions, run, EXAMPLE, ("model",), saves_memory=SAVES_MEMORY)

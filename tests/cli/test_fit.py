@@ -67,7 +67,8 @@ def test_an_artifact_is_exported_when_the_last_layer_is_done(recorded: Any) -> N
     parts = [result("fit", *shared, "--layers", layers) for layers in ("1-2", "0")]
     assert "no artifact: the run in runs/tiny/training/commvq-2bit lacks layers 0" in parts[0].stderr
     assert "next: " not in parts[0].stderr
-    next_line = "next: kvcli generate tiny --artifact runs/tiny/commvq-2bit --prompt 'Photosynthesis is' --stats\n"
+    words = "--artifact runs/tiny/commvq-2bit --prompt 'Photosynthesis is' --residual-length 16 --stats"
+    next_line = f"next: kvcli generate tiny {words}\n"
     assert parts[1].stderr.endswith(next_line)
     made = Path("runs/tiny/commvq-2bit/codec.safetensors").read_bytes()
     assert invoke("export", "--out", "other").stdout == "other\n"
