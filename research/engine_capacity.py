@@ -1,7 +1,8 @@
 """SmolLM2 in an engine on a CPU: how many tokens fit, how many are found again, and answers beside a session's.
 
 `python -m research.engine_capacity serve kivi-2 FILE` (or `vllm`) prints a line of JSON; `exact` is a cache of numbers.
-Two prompts begin with the same 512 tokens of the file; 16 tokens of the first answer are compared.
+Two prompts begin with the same 512 tokens of the file; 16 tokens of the first answer are compared with those of a
+session that reads the prompt in the passes of the engine.
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvcli
+from kvcli.attention.session import Session
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.models.load import LoadedModel, load_model
 from kvcli.paged.rings import RESIDUAL_LENGTH
 from kvcli.registry import parse_method
+from kvcli.seam.versions import with_cache
+from kvcli.serve.pages import pass_ends
 
 NEW_TOKENS, NBYTES = 16, 2**28
+
+PASSES: dict[str, Callable[[int, int], list[int]]] = {
+    "serve": lambda length, page: pass_ends(length - RESIDUAL_LENGTH, page),
+    "vllm": lambda length, page: [],
+}
+"""Where the passes of an engine over a prompt end, before which all is in codes then; but for the last one."""
 
 
 def prompts_of(loaded: LoadedModel, text: str) -> list[list[int]]:
@@ -47,7 +58,7 @@ def in_serve(loaded: LoadedModel, method: str, artifact: Path | None, prompts: A
         for prompt in prompts:
             ended, tokens = Event(), list[int]()
             answer = Answer(loaded.tokenizer, NEW_TOKENS, [], [], None, lambda piece: None)
-            answer.feed = lambda new, tokens=tokens, feed=answer.feed: (tokens.extend(new), feed(new))[1]  # type: ignore
+            answer.feed = lambda new, *told, tokens=tokens, feed=answer.feed: (tokens.extend(new), feed(new, *told))[1]  # type: ignore
             job = Job(
                 torch.tensor([prompt]), SamplingConfig(NEW_TOKENS), 0, answer, "", True, lambda error, e=ended: e.set()
             )
@@ -83,6 +94,17 @@ def in_vllm(loaded: LoadedModel, method: str, artifact: Path | None, prompts: An
     }
 
 
+def in_session(session: Session, prompt: list[int], ends: list[int]) -> list[int]:
+    """The answer of a session that has only codes at each end of a pass."""
+    cache, ids = session.new_cache(), torch.tensor([prompt])
+    for start, stop in pairwise([0, *ends]):
+        with torch.inference_mode():
+            session.model(ids[:, start:stop], **with_cache(cache))
+        session.flush(cache)
+    made = session.generate(ids, cache=cache, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
+    return [int(x) for x in made.sequences[0, -NEW_TOKENS:]]
+
+
 ENGINES: dict[str, Callable[..., dict[str, Any]]] = {"serve": in_serve, "vllm": in_vllm}
 
 
@@ -103,8 +125,7 @@ def main() -> None:
         alone = {} if options.method.startswith("kivi") else {"flush_block": 1}  # its keys are in groups
         name = parse_method(options.method)[0].name if options.artifact else options.method
         with kvcli.attach(loaded, name, artifact=options.artifact, residual_length=RESIDUAL_LENGTH, **alone) as session:
-            made = session.generate(torch.tensor([prompts[0]]), max_new_tokens=NEW_TOKENS, eos_token_id=-1)
-        expected = made.sequences[0, -NEW_TOKENS:].tolist()
+            expected = in_session(session, prompts[0], PASSES[options.engine](len(prompts[0]), options.page_size))
         row["equal"] = sum(a == b for a, b in zip(answer, expected, strict=True))
     print(json.dumps(row), flush=True)
 

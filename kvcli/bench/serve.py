@@ -70,22 +70,22 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     def prompts(clients: int) -> list[list[int]]:
         return [random_prompt(model, 1, options.prompt_tokens, seed)[0].tolist() for seed in range(clients)]
 
-    def open_case(loaded: LoadedModel, case: MethodChoice, impl: str, **rest: Any) -> Session:
+    def attach(loaded: LoadedModel, case: MethodChoice, impl: str, **rest: Any) -> Session:
         return open_session(loaded.model, case, impl, options.seed)
 
     def measure(case: MethodChoice, row: Row) -> Row:
         first = prompts(row.batch)
         second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
         with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store:
-            with _serving(loaded, case, open_case, store, options) as (port, impl):
+            with _serving(loaded, case, attach, store, row.batch, options) as (port, impl):
                 figures = _ask(port, "cold", first, options)
                 _ask(port, "hot", second, options)  # not counted, as without a server: a GPU prepares for new lengths
                 hot = [_ask(port, "hot", second, options) for _ in range(3)]
                 figures |= {name: statistics.median(x[name] for x in hot) for name in hot[0]}
-            with _serving(loaded, case, open_case, store, options) as (port, impl):
+            with _serving(loaded, case, attach, store, row.batch, options) as (port, impl):
                 figures |= _ask(port, "disk", second, options)
         if row.batch == 1:
-            with open_case(loaded, case, options.impl) as session:
+            with attach(loaded, case, options.impl) as session:
                 figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
         return replace(row, impl=impl).plus(**figures)
 
@@ -109,7 +109,7 @@ def _words(vocab_size: int) -> Any:
 
 @contextmanager
 def _serving(
-    loaded: Any, case: MethodChoice, attach: Any, store: str, options: ServeBenchOptions
+    loaded: Any, case: MethodChoice, attach: Any, store: str, clients: int, options: ServeBenchOptions
 ) -> Iterator[tuple[int, str]]:
     """The port of a server in threads of this process, which runs inside the block, and what attends in it."""
     import uvicorn
@@ -119,7 +119,8 @@ def _serving(
     from kvcli.serve.engine import open_engine
 
     length = options.prompt_tokens + options.new_tokens
-    sizes: dict[str, Any] = {"max_batch": options.max_batch, "max_model_len": length, "hot_bytes": 2**40}
+    at_once = min(options.max_batch, max(clients, 2))  # as many have pages, which are all made at once
+    sizes: dict[str, Any] = {"max_batch": at_once, "max_model_len": length, "hot_bytes": 2**40}
     with open_engine(
         loaded, case, "model", attach=attach, impl=options.impl, store=ContextStore(store), **sizes
     ) as engine:

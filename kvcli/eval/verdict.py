@@ -33,7 +33,7 @@ def verdict(rows: Records) -> str | None:
 
 def _front(rows: Records) -> str | None:
     best, front = float("inf"), []
-    kept = [row for row in rows if row["memory"] and row["method"] != BASELINE]
+    kept = [row for row in rows if row["memory"] and row["method"] != BASELINE and row.get("layer") is None]
     for row in sorted(kept, key=lambda row: (row["memory"]["true_bits"], row["kl_mean"])):
         if row["kl_mean"] < best:
             best = row["kl_mean"]

@@ -258,13 +258,18 @@ def _ends(metric: Row) -> dict[str, float]:
     return {} if metric["low"] is None else {"low": metric["low"], "high": metric["high"]}
 
 
-def charts_of(section: Section) -> list[Chart]:
-    """The charts of a section; UsageError: what draws is not installed, or a record lacks what they show."""
+def check_installed() -> None:
+    """UsageError: what draws charts and pages is not installed."""
     try:
+        import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError as error:
         needs = "charts need packages that are not installed: pip install 'kvcli[report]'"
         raise UsageError(f"{needs}; --format md does without") from error
+
+
+def charts_of(section: Section) -> list[Chart]:
+    """The charts of a section; UsageError: a record lacks what they show."""
     try:
         return CHARTS[find_suite(section.suite).chart](section.rows)
     except MALFORMED as error:
@@ -272,7 +277,11 @@ def charts_of(section: Section) -> list[Chart]:
 
 
 def pictures(sections: Sequence[Section], kind: str) -> dict[str, bytes]:
-    """Every chart as a file, `svg` or `png`, by a name of suite, place and title; UsageError as of `charts_of`."""
+    """Every chart as a file, `svg` or `png`, by a name of suite, place and title.
+
+    UsageError: as of `check_installed` and `charts_of`.
+    """
+    check_installed()
     made = {}
     for place, section in enumerate(sections, 1):
         for number, chart in enumerate(charts_of(section), 1):
@@ -282,17 +291,16 @@ def pictures(sections: Sequence[Section], kind: str) -> dict[str, bytes]:
 
 
 def page(sections: Sequence[Section]) -> str:
-    """One HTML page; UsageError as of `charts_of`."""
+    """One HTML page; UsageError: as of `check_installed` and `charts_of`."""
+    check_installed()
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     shown = []
     for section in sections:
-        charts = charts_of(section)
-        from markupsafe import Markup
-
-        pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts]
+        pairs = [(Markup(x.svg(NARROW)), Markup(x.svg(WIDE)) if x.wide else "") for x in charts_of(section)]
         tables = [x for x in (section.table, answers(section.rows)) if x is not None]
         shown.append({"section": section, "charts": pairs, "tables": tables})
-    from jinja2 import Environment
-
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         Path(__file__).with_name("page.html").read_text()
     )

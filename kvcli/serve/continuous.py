@@ -12,7 +12,6 @@ import torch
 from prometheus_client import Gauge
 from torch import Tensor
 
-from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
 from kvcli.paged.model import PagedModel, ScheduledRequest
@@ -92,6 +91,7 @@ class ContinuousEngine(JobThread):
         if max_model_len is not None and max_model_len > model.max_length:
             raise UsageError(f"pages hold {model.max_length} tokens, not {max_model_len}; give them more memory")
         self.max_length = max_model_len or model.max_length
+        self.reading = f"pages of {model.page_size}, {LONG_PASS} at once"
         self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
         self._running, self._rings = list[Request](), [*range(1, model.num_rings + 1)]
         if self.contexts.store is not None:
@@ -194,11 +194,6 @@ class ContinuousEngine(JobThread):
         snapshot = content.take(self.model, request.pages[: end // self.model.page_size])
         self._pool.on_disk.update((digest, name) for _, digest in request.ends)
         self.contexts.put(snapshot, identity, ids, partial(self._pool.forget_disk, name))
-
-    def identity_of(self, owner: str, length: int = 1) -> CacheIdentity:
-        """As that of `JobThread`."""
-        reading = f"pages of {self.model.page_size}, {LONG_PASS} at once"
-        return self.contexts.identity(self.session, reading, owner, length)
 
     def _share(self, request: Request) -> None:
         """Lets a request go on from what others have read of its prompt."""

@@ -82,11 +82,13 @@ class JobThread(ABC):
 
     Attributes:
         max_length: tokens of a prompt and its answer.
+        reading: how prompts are read, on which contexts depend.
         method: with its bits.
         bits: per value of what is encoded.
     """
 
     max_length: int
+    reading: str
 
     def __init__(
         self,
@@ -159,9 +161,9 @@ class JobThread(ABC):
     def _answer(self) -> bool:
         """Waits for requests and works on some; returns False at the end."""
 
-    @abstractmethod
-    def identity_of(self, owner: str, length: int) -> CacheIdentity:
+    def identity_of(self, owner: str, length: int = 1) -> CacheIdentity:
         """What contexts of so many tokens of a client are bound to."""
+        return self.contexts.identity(self.session, self.reading, owner, length)
 
     @contextmanager
     def _reporting_failures(self, jobs: Collection[Job]) -> Iterator[None]:

@@ -89,6 +89,7 @@ class Prefixes:
         session.check_later_passes()
         self.session, self.contexts, self._hot_bytes = session, contexts, hot_bytes
         self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))
+        self.reading = f"flushed every {self.unit}"
         if contexts.store is not None:
             contexts.store.block_tokens = self.unit
         each_length_rotates = session.rope.switch is not None and isinstance(session.rope, NoRope)
@@ -200,4 +201,4 @@ class Prefixes:
 
     def identity_of(self, owner: str, length: int) -> CacheIdentity:
         """What contexts of so many tokens of a client are bound to."""
-        return self.contexts.identity(self.session, f"flushed every {self.unit}", owner, length)
+        return self.contexts.identity(self.session, self.reading, owner, length)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvcli.attention.generation import prefill
 from kvcli.attention.session import Session
-from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import KvcliError, ModelError
 from kvcli.models.load import LoadedModel
 from kvcli.serve.jobs import Cancelled, Job, JobThread
@@ -43,6 +42,7 @@ class SequentialEngine(JobThread):
         super().__init__(name, session, loaded.tokenizer, **others)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
         self.prefixes = Prefixes(session, self.contexts, hot_bytes)
+        self.reading = self.prefixes.reading
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
         self._thread.start()
 
@@ -76,7 +76,7 @@ class SequentialEngine(JobThread):
         return prefix
 
     def _decode(self, job: Job, prefix: Prefix) -> None:
-        """Makes tokens until the answer has ended; Cancelled: it has, or by an error, of which it was told."""
+        """Makes tokens until the answer has ended, also by an error, and its client was told; then raises Cancelled."""
         ids, begun = job.ids.to(self.session.model.device), False
 
         def on_tokens(tokens: Tensor, *told: Any) -> None:
@@ -107,7 +107,3 @@ class SequentialEngine(JobThread):
             token = sampler(logits)
             ids = torch.cat((ids, token), 1)
             on_tokens(token, *sampler.take(int(token), logits))
-
-    def identity_of(self, owner: str, length: int) -> CacheIdentity:
-        """As that of `JobThread`."""
-        return self.prefixes.identity_of(owner, length)

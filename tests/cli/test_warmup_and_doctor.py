@@ -81,9 +81,11 @@ def test_a_broken_method_and_an_old_package_end_in_exit_code_1(monkeypatch: pyte
     monkeypatch.setattr(doctor, "version", lambda name: "0.1" if name == "torch" else "99")
     code, found = findings()
     assert code == 1
-    assert [what for what, row in found.items() if row["state"] == "broken"] == ["torch", "lmcache", "vllm", "qjl"]
+    broken_ones = [what for what, row in found.items() if row["state"] == "broken"]
+    assert broken_ones == ["torch", "transformers", "lmcache", "vllm", "qjl"]
     assert found["qjl"]["detail"] == "RuntimeError: no such instruction"
     assert found["torch"]["detail"] == "0.1; kvcli needs torch>=2.7"
+    assert found["transformers"]["detail"].startswith("99; kvcli needs transformers")
 
 
 def test_a_gpu_with_kernels_and_without_a_place_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

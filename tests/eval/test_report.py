@@ -207,7 +207,8 @@ def test_a_table_says_in_words_what_it_shows(own: float | None, differences: Any
 def test_the_front_in_words() -> None:
     def row(method: str, bits: float, kl: float, label: str = "") -> Row:
         memory = {"true_bits": bits}
-        return {"method": method, "label": label or method, "kl_mean": kl, "memory": memory, "metrics": {"kl_mean": {}}}
+        shared = {"memory": memory, "metrics": {"kl_mean": {}}, "layer": None}
+        return {"method": method, "label": label or method, "kl_mean": kl, **shared}
 
     rows = [row("kivi-4", 5, 0.002), row("rtn-4", 5.1, 0.003), row("klt-2", 2, 0.1, "a"), row("klt-2", 2, 0.2, "b")]
     assert (
@@ -215,6 +216,7 @@ def test_the_front_in_words() -> None:
         == "No other row has fewer bits and loses less than a (2.00 bits, KL 0.1), kivi-4 (5.00 bits, KL 0.002)."
     )
     assert verdict(rows[:1]) is None
+    assert verdict([{**row, "layer": at} for at, row in enumerate(rows)]) is None
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
@@ -313,9 +315,14 @@ def test_what_cannot_be_shown_is_refused(measured: Path, monkeypatch: pytest.Mon
     row = next(row for row in map(json.loads, measured.read_text().splitlines()) if row["suite"] == "needle")
     Path("rows.jsonl").write_text(json.dumps({name: x for name, x in row.items() if name != "units"}))
     assert "of suite needle lacks what its table shows: 'units'" in refused("report", "rows.jsonl")
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert "pip install 'kvcli[report]'" in refused("report", str(measured))
+    for package in ("jinja2", "vl_convert"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            for kind in ("html", "svg"):
+                assert "pip install 'kvcli[report]'" in refused("report", str(measured), "--format", kind)
     assert not Path("report.html").exists()
+    assert not Path("report-svg").exists()
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert invoke("report", str(measured), "--format", "md").exit_code == 0
 
 

@@ -26,6 +26,7 @@ from kvcli.registry import parse_method
 from kvcli.seam.versions import with_cache
 from kvcli.serve.answers import Answer
 from kvcli.serve.continuous import ContinuousEngine
+from research.engine_capacity import in_serve
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -432,6 +433,15 @@ def test_logits_that_are_not_finite_are_no_answer(exact: Served) -> None:
         weight[7] = before
     assert refused.error()["message"] == "the model computed values that are not finite"
     assert exact.complete("Hi you", 12).choices[0].text == session_text("Hi you", 12)
+
+
+def test_capacity_hits_and_answers_are_those_of_the_engine() -> None:
+    """What `research.engine_capacity` says of it."""
+    loaded = tiny()
+    first, second = prompts_of(loaded.model, 150, 150)
+    found = in_serve(loaded, "rtn-4", None, [first, first[:128] + second[128:]], 32)
+    assert found["capacity_tokens"] > 10_000
+    assert (found["hits"], len(found["answer"])) == (96, 16)
 
 
 def test_health_metrics_and_usage(served: Served) -> None:

@@ -133,7 +133,8 @@ def test_what_has_no_pages_is_answered_one_by_one(
     kept = {"hot_bytes": parse_size(made.hot_memory), "store": None, "store_bytes": None}
     with _engine(made, kept, Output(), print) as (_, engine, _):
         assert isinstance(engine, SequentialEngine)
-        assert engine.session.config.flush_block == (4 if "setting" in options else engine.session.config.flush_block)
+        assert engine.session.config.flush_block == 4 or "setting" not in options
+        assert engine.session.config.residual_length == 32
     told = " ".join(capsys.readouterr().err.split())
     assert ("one request is answered at a time: " in told) == (reason is not None)
     assert (reason or "") in told

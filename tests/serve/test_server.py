@@ -274,6 +274,7 @@ def test_models_with_states_of_the_whole_text_keep_whole_prompts(family: str) ->
         assert first == 0 < second
         served.prefixes.hot.clear()  # from the store
         assert served.complete(longer, 8).choices[0].text == expected
+        assert served.complete(longer, 8, logprobs=1).choices[0].text == expected  # in passes of their own
         assert served.complete(longer + expected, 8).usage.prompt_tokens_details.cached_tokens == second
 
 
