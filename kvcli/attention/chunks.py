@@ -37,7 +37,7 @@ class Chunks:
         self.model, self.cache, self.width, self.left = model, cache, width, left
         few = all(width < backend.prefill_threshold for backend in backends)
         self._pays = mode != "passes" and few and left >= _LEAST_PASSES * width
-        self._steps, self._made, self._has_room = Steps(cache, backends, mode, width), 0, False
+        self._steps, self._made, self._has_room = Steps(cache, backends, mode, model.device, width), 0, False
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._ids = self._states = torch.empty(0)
         self.mode: Mode = "passes"

@@ -94,7 +94,7 @@ class Decoder:
         self._last = torch.full((batch,), -1)
         self._all_ended = False
         self._unseen: list[Tensor] = []
-        self._steps = Steps(cache, backends, mode)
+        self._steps = Steps(cache, backends, mode, device)
         self._note: str | None = None
         self._before: list[Any] = []
         self._made = 0
@@ -108,12 +108,12 @@ class Decoder:
     @property
     def note(self) -> str | None:
         """Why steps are not compiled, or not captured; None if they are, or were not asked to be."""
-        return "; ".join(filter(None, (self._note, self._steps.note))) or None
+        return "; ".join(filter(None, (self._note, self._steps.graphs.note))) or None
 
     @property
     def graph_bytes(self) -> int:
         """What the graphs hold."""
-        return self._steps.graph_bytes
+        return self._steps.graphs.nbytes
 
     def run(
         self,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError, suggestion
@@ -85,32 +85,42 @@ class NextToken:
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
             self._seen.scatter_(1, ids, True)
-        self._warpers = []
-        if sampling.temperature > 0:
-            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self._warpers.append(TopKLogitsWarper(min(sampling.top_k, vocab_size)))
-            if sampling.top_p < 1:
-                self._warpers.append(TopPLogitsWarper(sampling.top_p))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens int64 [batch, 1] from logits [batch, vocab_size]."""
+        scores, sampling = self.penalized(logits), self.sampling
+        if sampling.temperature > 0:
+            scores = self.sampled(warped(scores / sampling.temperature, sampling.top_k, sampling.top_p))
+        token = scores.argmax(-1, keepdim=True)
+        self.note(token)
+        return token
+
+    def penalized(self, logits: Tensor) -> Tensor:
+        """Logits, float32, less of what was seen."""
         logits = logits.float()
-        if self._seen is not None:
-            # Keskar et al., arXiv 1909.05858: what was seen becomes less probable, whatever the sign of its logit
-            penalty = self.sampling.repetition_penalty
-            penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
-            logits = torch.where(self._seen, penalized, logits)
-        for warper in self._warpers:
-            logits = warper(None, logits)
-        if self.sampling.temperature > 0:
-            # the largest of p / e with exponential e is a sample of p, and nothing is read back as by multinomial
-            weights = logits.softmax(-1)
-            logits = weights / torch.empty_like(weights).exponential_(generator=self._generator)
-        token = logits.argmax(-1, keepdim=True)
+        if self._seen is None:
+            return logits
+        # Keskar et al., arXiv 1909.05858: what was seen becomes less probable, whatever the sign of its logit
+        penalty = self.sampling.repetition_penalty
+        return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+    def sampled(self, probabilities: Tensor) -> Tensor:
+        """What is largest at a sample: p / e with exponential e, so that nothing is read back as by multinomial."""
+        return probabilities / torch.empty_like(probabilities).exponential_(generator=self._generator)
+
+    def note(self, token: Tensor) -> None:
+        """Tokens int64 [batch, 1] are seen from now on."""
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
-        return token
+
+
+def warped(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Probabilities of the most probable tokens, 0 of others, by scores [batch, vocab_size]."""
+    if top_k:
+        scores = TopKLogitsWarper(min(top_k, scores.shape[-1]))(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores.softmax(-1)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ tensors, so what was captured once is replayed until the codes outgrow its capac
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.generation import Mode
+from kvcli.attention.graphs import Graphs
 from kvcli.attention.layer import flush_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.counts import HostCounts, TokenCounts
@@ -53,21 +53,24 @@ class Steps:
 
     Args:
         mode: `graphs`, or `steps`, the same without capturing them.
+        device: of the model.
 
     Attributes:
         counts: those of the next pass, on the device; None before the first.
-        mode: `steps` once capturing has failed.
-        note: why steps are not captured; None if they are, or were not asked to be.
-        graph_bytes: what the graphs hold.
+        graphs: of the passes.
     """
 
-    def __init__(self, cache: CompressedCache, backends: list[AttentionBackend], mode: Mode, width: int = 1) -> None:
-        self.cache, self.backends, self.mode, self.width = cache, backends, mode, width
+    def __init__(
+        self, cache: CompressedCache, backends: list[AttentionBackend], mode: Mode, device: torch.device, width: int = 1
+    ) -> None:
+        self.cache, self.backends, self.width, self._mode = cache, backends, width, mode
         self.counts: DeviceCounts | None = None
-        self.note: str | None = None
-        self.graph_bytes = 0
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
+        self.graphs = Graphs(device, mode == "graphs")
+
+    @property
+    def mode(self) -> Mode:
+        """`steps` once capturing has failed."""
+        return "steps" if self._mode == "graphs" and not self.graphs.enabled else self._mode
 
     def prepare(self, left: int) -> None:
         """Makes room in all buffers where the next step needs it, of `left` tokens per row to come."""
@@ -75,9 +78,7 @@ class Steps:
         if self.counts is None or max(counts.attended) > self.counts.max_codes:
             if self.counts is not None:
                 self.check_ranges()
-            self._graphs.clear()
-            # a pool ends with the last of its graphs and cannot be used again
-            self._pool = torch.cuda.graph_pool_handle() if self.mode == "graphs" else None
+            self.graphs.clear()
             self.counts = begin_steps(self.cache, step_capacity(counts, left), left, self.width)
 
     def append(self) -> HostCounts:
@@ -102,31 +103,8 @@ class Steps:
             flush_layer(layer.store, forward, backend, layer_idx, self.width)
 
     def call(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Calls a function of tensors on the device: as it is the first time, afterwards as a graph captured then."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        function()
-        if self.mode != "graphs":
-            return
-        torch.cuda.empty_cache()  # capturing does so, too: what it gives back is not what the graph takes
-        device = self.cache.sequences.valid.device
-        before = torch.cuda.memory_reserved(device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # graphs run one after another and leave nothing in their own memory, so they share it
-            with torch.cuda.graph(graph, pool=self._pool):
-                function()
-        except RuntimeError as error:
-            cause: BaseException = error
-            while isinstance(cause.__context__, RuntimeError):  # which ending the capture hides by failing in turn
-                cause = cause.__context__
-            reason = str(cause).partition("\n")[0]
-            self.mode, self.note = "steps", f"steps are not captured as CUDA graphs: {reason}"
-            return
-        self._graphs[key] = graph
-        self.graph_bytes += torch.cuda.memory_reserved(device) - before
+        """As `Graphs.call`."""
+        self.graphs.call(key, function)
 
     def check_ranges(self) -> None:
         """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""
@@ -140,7 +118,7 @@ class Steps:
             return
         self.cache.passes.step = None
         self.cache.sequences.append_slots(made)
-        self._graphs.clear()
+        self.graphs.clear()
         try:
             self.check_ranges()
         finally:

@@ -1,7 +1,8 @@
 """Suite `serve`: requests of several clients at once to `kvcli serve`.
 
-Each client asks about a prompt of its own, and then again with another end: of what was just read, and once more after
-the server has ended and begun again, when prompts are on disk only.
+Each client asks about a prompt of its own, and then again with another end: of what was just read, alone while the
+others decode, and once more after the server has ended and begun again, when prompts are on disk only. The first client
+is greedy, the others sample, each differently.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,6 +83,8 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
                 _ask(port, "hot", second, options)  # not counted, as without a server: a GPU prepares for new lengths
                 hot = [_ask(port, "hot", second, options) for _ in range(3)]
                 figures |= {name: statistics.median(x[name] for x in hot) for name in hot[0]}
+                if row.batch > 1:
+                    figures["busy_first_s"] = _while_others_decode(port, second, options)
             with _serving(loaded, case, attach, store, row.batch, options) as (port, impl):
                 figures |= _ask(port, "disk", second, options)
         if row.batch == 1:
@@ -139,10 +142,7 @@ def _serving(
 
 def _ask(port: int, state: str, prompts: Sequence[Any], options: ServeBenchOptions) -> dict[str, Any]:
     """Figures of one request per client, all at once."""
-    shared = {"model": "model", "max_tokens": options.new_tokens, "temperature": 0, "stream": True}
-    shared["stream_options"] = {"include_usage": True}
-    # of 32K numbers this takes 10 ms, which are not the server's
-    bodies = [json.dumps({**shared, "prompt": prompt}) for prompt in prompts]
+    bodies = _bodies(prompts, options)
     started = time.perf_counter()
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = [*pool.map(partial(_request, port), bodies)]
@@ -152,7 +152,35 @@ def _ask(port: int, state: str, prompts: Sequence[Any], options: ServeBenchOptio
     return figures if state == "cold" else figures | {f"{state}_cached": statistics.mean(cached)}
 
 
-def _request(port: int, body: str) -> tuple[float, int, float]:
+def _bodies(prompts: Sequence[Any], options: ServeBenchOptions) -> list[str]:
+    """Requests of clients; to write 32K numbers takes 10 ms, which are not the server's."""
+    shared = {"model": "model", "max_tokens": options.new_tokens, "stream": True, "top_p": 0.95}
+    shared["stream_options"] = {"include_usage": True}
+    return [json.dumps({**shared, "prompt": x, "temperature": i / 16, "seed": i}) for i, x in enumerate(prompts)]
+
+
+def _while_others_decode(port: int, prompts: Sequence[Any], options: ServeBenchOptions) -> float:
+    """Seconds to the first client's first token, once all others have theirs."""
+    first, *others = _bodies(prompts, options)
+    have = threading.Semaphore(0)
+
+    def ask(body: str) -> None:
+        try:
+            _request(port, body, have.release)
+        finally:  # whatever comes, nobody waits for it
+            have.release()
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        running = [pool.submit(ask, body) for body in others]
+        for _ in others:
+            have.acquire()
+        took, *_ = _request(port, first)
+        for answer in running:
+            answer.result()
+    return took
+
+
+def _request(port: int, body: str, on_first: Callable[[], None] = lambda: None) -> tuple[float, int, float]:
     """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
     from http.client import HTTPConnection
 
@@ -170,7 +198,9 @@ def _request(port: int, body: str) -> tuple[float, int, float]:
             raise KvcliError(str(event["error"])[:200])
         usage = event.get("usage") or usage
         if any(choice.get("text") for choice in event["choices"]):
-            first = first or time.perf_counter() - started
+            if not pieces:
+                first = time.perf_counter() - started
+                on_first()
             pieces += 1
     connection.close()
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -212,6 +242,7 @@ def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:
         "clients": "{batch}",
         "cold s": "{cold_first_s:.3f}",
         "hot s": "{hot_first_s:.3f}",
+        "busy s": "{busy_first_s:.3f}",
         "disk s": "{disk_first_s:.3f}",
         "direct s": "{direct_first_s:.3f}",
         "cold tokens/s": "{cold_tokens_per_s:.1f}",
@@ -237,6 +268,7 @@ SUITE = BenchSuite(
     figures={
         **{f"{state}_first_s": f"median seconds to a client's first token, {of}" for state, of in _STATES.items()},
         **{f"{state}_tokens_per_s": f"tokens of all answers per second, {of}" for state, of in _STATES.items()},
+        "busy_first_s": "the same of a prompt that was just read, for a client while all others decode",
         "hot_cached": "share of the prompts that was not read again",
         "disk_cached": "the same, of prompts that are on disk",
     },

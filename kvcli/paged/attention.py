@@ -122,8 +122,8 @@ class PagedAttention:
         stored = [key, value] if batch.stored is None else [key[batch.stored], value[batch.stored]]
         if not len(stored[0]):
             return
-        if batch.is_sink is not None:
-            stored = [x.masked_fill(batch.is_sink[:, None, None], 0) for x in stored]
+        if batch.is_blank is not None:
+            stored = [x.masked_fill(batch.is_blank[:, None, None], 0) for x in stored]
         place = batch.dst_page, batch.dst_offset
         page.values.put(values, *place, self.encoder.encode_values(stored[1]))
         if page.group == 1:

@@ -16,6 +16,14 @@ from kvcli.methods.pages import PageTable
 from kvcli.paged.rings import AssignedRings, ResidualRings
 from kvcli.rope import Rope, Rotation, TokenRotations
 
+_MOST_SCORES = 2**28
+"""Scores of a layer that are kept at a time, in float32, for as many requests of a pass."""
+
+
+def most_rows(length: int, num_heads: int) -> int:
+    """Requests of a part at most, where a block table has pages of so many tokens."""
+    return max(1, _MOST_SCORES // (length * num_heads))
+
 
 @dataclass(frozen=True)
 class UniformBatch:
@@ -78,7 +86,8 @@ class Batch:
     Attributes:
         parts: the requests.
         stored: which of the new tokens are encoded, int64 [stored]; None: all of them.
-        is_sink: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
+        is_blank: which of these are sinks or not stored, boolean [stored]; their codes, which nobody reads, are those
+            of zeros.
         dst_page, dst_offset: where these go, int64 [stored].
         rotation: RoPE of these, float32.
         groups: None where each key is encoded alone, or no group becomes whole.
@@ -89,7 +98,7 @@ class Batch:
 
     parts: Sequence[UniformBatch]
     stored: Tensor | None
-    is_sink: Tensor | None
+    is_blank: Tensor | None
     dst_page: Tensor
     dst_offset: Tensor
     rotation: Rotation
@@ -154,10 +163,11 @@ class Batch:
             page.where(place == 0, -1),
         )
         ring, is_sink = rings.length, written & (position < sinks)
-        recent = (mine.ring[row] * ring + position % max(ring, 1)).where(written & (new[row] - at <= ring), -1)
+        end = past.index_add(0, row, written.long())  # of what is stored
+        recent = (mine.ring[row] * ring + position % max(ring, 1)).where(written & (end[row] - position <= ring), -1)
         new_sinks = torch.stack((page, position)).where(is_sink, -1)
         stored = None if null_page is not None else written.nonzero().squeeze(1)
-        dst_is_sink = is_sink if stored is None else is_sink[stored]
+        is_blank = is_sink | ~written if stored is None else is_sink[stored]
         if null_page is not None:
             page = page.where(written, null_page)
         dst_page, dst_offset, dst_position = (x if stored is None else x[stored] for x in (page, place, position))
@@ -185,7 +195,7 @@ class Batch:
         return cls(
             parts,
             stored,
-            dst_is_sink if stored is None or dst_is_sink.any() else None,
+            is_blank if stored is None or is_blank.any() else None,
             dst_page,
             dst_offset,
             rope.rotation(dst_position.unsqueeze(0), torch.float32),
@@ -225,6 +235,6 @@ def _groups(
     token = new.where(is_new, part.ring_slots[:, None, None] * ring + token % max(ring, 1))
     if null_page is None:
         page, place, is_new, token = page[whole], place[whole], is_new[whole], token[whole]
-    else:
-        page = page.where(whole, null_page)
+    else:  # of others zeros, which are in the ring that is nobody's
+        page, is_new, token = page.where(whole, null_page), is_new & whole[..., None], token.where(whole[..., None], 0)
     return page.flatten(), place.flatten(), is_new.flatten(), token.flatten()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.attach import attach
+from kvcli.attention.graphs import Graphs
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.paged.attention import Page, PagedAttention
-from kvcli.paged.batch import Batch
+from kvcli.paged.batch import Batch, most_rows
+from kvcli.paged.captured import MOST_GRAPHS, CapturedPasses
 from kvcli.paged.pages import LayerEncoder, check_codecs
+from kvcli.paged.requests import PassInputs, ScheduledRequest
 from kvcli.paged.rings import RESIDUAL_LENGTH, AssignedRings
+from kvcli.progress import Progress, no_progress
 from kvcli.rope import NoRope
 from kvcli.seam.decoder import find_decoder
 from kvcli.seam.layer import AttentionCall, LayerAttention, untraced
@@ -35,25 +37,6 @@ PAGE_SIZE = 128
 
 _TRIAL = (9, 5, 2)
 """New tokens of three requests in the pass that shows whether a model keeps them apart."""
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """A request in a pass, and its new tokens.
-
-    Attributes:
-        tokens: their ids.
-        num_computed_tokens: earlier ones.
-        first_exact: from which of these on tokens may be attended to exactly, a multiple of the page size.
-        pages: of all tokens, and others after them.
-        ring: 1 or above, of no other request.
-    """
-
-    tokens: Sequence[int]
-    num_computed_tokens: int
-    first_exact: int
-    pages: Sequence[int]
-    ring: int
 
 
 class PagedTokens(NamedTuple):
@@ -112,7 +95,8 @@ class PagedModel:
         page_bytes: of a page, over all layers.
         num_pages: that requests may be given, from 0 on.
         max_length: as given, or of all pages.
-        layout, pages: of each layer, how its pages are laid out, and these, uint8 [num_pages, bytes].
+        layout, pages: of each layer, how its pages are laid out, and these, uint8 [num_pages + 1, bytes].
+        captured: makes passes on a GPU with kernels, once it is open; None: they are not captured.
         vocab_size: logits of a token.
         device: of the model.
 
@@ -153,36 +137,45 @@ class PagedModel:
         self._encoders = [LayerEncoder(x, i, model.dtype, self._ranges) for i, x in enumerate(session.codecs)]
         self.layout = [Page(x, model.dtype, page_size, self._sinks) for x in self._encoders]
         self.page_bytes = sum(page.nbytes for page in self.layout)
-        self.num_pages = min(max_bytes // self.page_bytes, num_rings * -(-max_length // page_size))
-        if not self.num_pages:
-            raise UsageError(f"a page takes {self.page_bytes} bytes, more than the {max_bytes} of all pages")
+        # and one that is nobody's, for what is not stored
+        self.num_pages = min(max_bytes // self.page_bytes - 1, num_rings * -(-max_length // page_size))
+        if self.num_pages < 1:
+            raise UsageError(
+                f"two pages, the fewest, take {2 * self.page_bytes} bytes, more than the {max_bytes} of all pages"
+            )
         self.max_length = min(max_length, self.num_pages * page_size)
-        self.pages = [self._zeros(self.num_pages, page.nbytes, dtype=torch.uint8) for page in self.layout]
+        self.pages = [self._zeros(self.num_pages + 1, page.nbytes, dtype=torch.uint8) for page in self.layout]
         self._kinds = [(x.codec.rotated, x.codec.key.tokens_per_group) for x in self._encoders]
         shape = 2, spec.num_kv_heads, spec.head_dim
         self._rings = [
             self._zeros(num_rings + 1, residual_length + group - 1, *shape, dtype=model.dtype)
             for _, group in self._kinds
         ]
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self.captured: CapturedPasses | None = None
         self._batches: dict[tuple[bool, int], Batch] = {}
         self._cache = Cache(layers=[_PagedLayer(layer) for layer in self._seam.attention.layers])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.page_bytes
+        """Bytes of all pages, with the one that is nobody's."""
+        return (self.num_pages + 1) * self.page_bytes
 
     def open(self) -> None:
         """Patches the model, and runs it on a few tokens of three requests, together and apart."""
         self._seam.open()
         try:
             self._check_requests_are_apart()
+            if self.device.type == "cuda" and self.session.backend.impl == "fused":
+                graphs = Graphs(self.device, True, MOST_GRAPHS)
+                self.captured = CapturedPasses(self.capturable, self.page_size, self.num_rings, graphs)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Restores the model."""
+        self.captured = None
         self._seam.close()
 
     def __enter__(self) -> Self:
@@ -195,40 +188,75 @@ class PagedModel:
     @torch.inference_mode()
     def run(self, requests: Sequence[ScheduledRequest]) -> Tensor:
         """Reads new tokens; the logits of the last of each request, [requests, vocab_size]."""
-        count = [len(x.tokens) for x in requests]
-        earlier = [x.num_computed_tokens for x in requests]
-        lengths = [past + n for past, n in zip(earlier, count, strict=True)]
-        ids = self._tensor([token for x in requests for token in x.tokens])
-        positions = [*map(range, earlier, lengths)]
-        slots = [
-            x.pages[i // self.page_size] * self.page_size + i % self.page_size
-            for x, of_request in zip(requests, positions, strict=True)
-            for i in of_request
-        ]
-        common: dict[str, Any] = {
-            "query_lens": count,
-            "seq_lens": self._tensor(lengths),
-            "block_table": pad_sequence(
-                [torch.tensor(x.pages[: -(-n // self.page_size)]) for x, n in zip(requests, lengths, strict=True)], True
-            ).to(self.device),
-            "slot_mapping": self._tensor(slots),
-            "page_size": self.page_size,
-            "sinks": self._sinks,
-            "has_codes": any(earlier),
-        }
-        rings, first = (self._tensor([getattr(x, name) for x in requests]) for name in ("ring", "first_exact"))
+        if self.captured is not None:
+            return self.captured(requests)
+        return self._logits(PassInputs.of(requests, self.page_size, self.device), None)
+
+    def warm_up(self, longest: int, progress: Progress = no_progress) -> None:
+        """Compiles kernels and captures passes of up to `longest` tokens, before the first request, which would wait.
+
+        Without a GPU there is nothing to do.
+        """
+        if self.captured is None:
+            return
+        from kvcli.kernels.compiling import compiled_not_launched
+
+        def request(count: int, past: int, ring: int = 1) -> ScheduledRequest:
+            tokens = [(7919 * i + 11) % self.vocab_size for i in range(count)]
+            return ScheduledRequest(tokens, past, 0, range(self.num_pages), ring)
+
+        def run(count: int, rows: int = 1, earlier: Sequence[int] = (0, self.page_size)) -> None:
+            for past in earlier:
+                if past + count <= self.max_length:
+                    self.run([request(count, past, row + 1) for row in range(rows)])
+
+        lengths = (2 * self.page_size, self.page_size, self.page_size // 2)
+        all_rows = sorted({min(2**i, self.num_rings) for i in range(self.num_rings.bit_length() + 1)})
+
+        def all_kinds() -> None:
+            run(longest, earlier=[0, *(self.page_size << i for i in range((self.num_pages - 1).bit_length()))])
+            for count in lengths:
+                run(count)
+            for rows in all_rows:
+                run(1, rows, [self.page_size])
+
+        with compiled_not_launched(progress):
+            self.captured.graphs.enabled = False
+            all_kinds()
+        self.captured.graphs.enabled = True
+        all_kinds()
+        self.range_error()  # of what was not computed
+
+    def capturable(self, inputs: PassInputs) -> Tensor:
+        """Logits [requests, vocab_size] of a pass with as many new tokens of each request."""
+        # transformers takes a mask of four axes as it is; without one it makes one while a graph is captured
+        return self._logits(inputs, self.num_pages, attention_mask=self._mask)
+
+    def _logits(self, inputs: PassInputs, null_page: int | None, **others: Tensor) -> Tensor:
+        spec, length = self.session.spec, inputs.block_table.shape[1] * self.page_size
         for rotated, group in {*self._kinds}:
-            rope = self._seam.rope if rotated else NoRope(self.session.spec.rope.rotary_dim, self.device)
-            assigned = AssignedRings(rings, first, self.residual_length, group)
-            self._batches[rotated, group] = Batch.of(**common, rope=rope, group=group, rings=assigned)
-        last = self._tensor(count).cumsum(0) - 1
+            self._batches[rotated, group] = Batch.of(
+                inputs.query_lens,
+                inputs.seq_lens,
+                inputs.block_table,
+                inputs.slots,
+                self._seam.rope if rotated else NoRope(spec.rope.rotary_dim, self.device),
+                page_size=self.page_size,
+                group=group,
+                sinks=self._sinks,
+                rings=AssignedRings(inputs.rings, inputs.first_exact, self.residual_length, group),
+                null_page=null_page,
+                most_rows=most_rows(length, spec.num_heads),
+                has_codes=inputs.has_codes,
+            )
         logits: Tensor = self.session.model(
-            input_ids=ids.unsqueeze(0),
-            position_ids=self._tensor([i for of_request in positions for i in of_request]).unsqueeze(0),
-            logits_to_keep=last,
+            input_ids=inputs.tokens.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            logits_to_keep=inputs.last,
+            **others,
             **with_cache(self._cache),
         ).logits[0]
-        return logits if len(logits) == len(requests) else logits[last]  # of a model that keeps them all
+        return logits if len(logits) == len(inputs.last) else logits[inputs.last]  # of a model that keeps them all
 
     def range_error(self) -> CacheError | None:
         """What is wrong if passes since the last call had values beyond what codes hold."""
@@ -274,9 +302,6 @@ class PagedModel:
         self._ranges.check()
         if not (together - apart).norm() <= TOLERANCE.get(apart.dtype, 0.05) * apart.norm():
             raise UnsupportedModelError("pages need a model whose tokens see each other by attention alone")
-
-    def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, device=self.device)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

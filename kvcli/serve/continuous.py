@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
-from kvcli.paged.model import PagedModel, ScheduledRequest
+from kvcli.paged.model import PagedModel
+from kvcli.paged.requests import ScheduledRequest
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
-from kvcli.serve.sampler import Sampler
+from kvcli.serve.sampler import Sampler, choose
 
 
 @dataclass(eq=False)
@@ -119,7 +120,13 @@ class ContinuousEngine(JobThread):
             if request.job.cancelled.is_set():
                 self._end([request], Cancelled())
         if ready := self._next_pass():
-            self._run_pass(ready)
+            decoding = [request for request in ready if not request.is_prompt]
+            if self.model.captured is None:
+                self._run_pass(ready)  # all at once, so that weights are read once
+            else:  # graphs are of one or the other; who begins does not wait for those who go on
+                for some in ([request for request in ready if request.is_prompt], decoding):
+                    if some:
+                        self._run_pass(some)
         return True
 
     def _usage(self) -> float:
@@ -250,12 +257,13 @@ class ContinuousEngine(JobThread):
                 try:
                     if not request.job.answer.num_tokens:
                         self._store(request)
-                    chosen.append((request, request.sampler(row.unsqueeze(0)), row))
+                    chosen.append((request, request.sampler.scores(row.unsqueeze(0)), row))
                 except Exception as error:
                     self._end([request], error)
-        made = torch.cat([token for _, token, _ in chosen]).flatten().tolist() if chosen else []
-        for (request, _, row), token in zip(chosen, made, strict=True):
-            self._take(request, token, row)
+        if chosen:
+            made = choose([request.sampler for request, *_ in chosen], torch.cat([scores for _, scores, _ in chosen]))
+            for (request, _, row), token in zip(chosen, made.flatten().tolist(), strict=True):
+                self._take(request, token, row)
 
     def _out_of_range(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> dict[Request, CacheError]:
         """The requests of a pass with values that codes do not hold, found by reading each prompt again, alone.

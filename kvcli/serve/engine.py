@@ -15,6 +15,7 @@ from kvcli.paged.model import open_pages
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.jobs import JobThread
+from kvcli.serve.pages import LONG_PASS
 from kvcli.serve.sequential import SequentialEngine
 
 
@@ -59,6 +60,7 @@ def open_engine(
             except (UnsupportedModelError, UsageError) as error:
                 note(f"one request is answered at a time: {error}")
             else:
+                model.warm_up(LONG_PASS * model.page_size, progress)
                 engine = ContinuousEngine(model, loaded.tokenizer, name, **common)
         if engine is None:
             session = stack.enter_context(attach(loaded, choice, impl=impl))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvcli.attention.generation import NextToken
+from kvcli.attention.generation import NextToken, warped
 from kvcli.serve.answers import TokenLogprob
 from kvcli.serve.jobs import Job
 
@@ -22,12 +24,12 @@ class Sampler:
     def __init__(self, job: Job, device: torch.device, vocab_size: int) -> None:
         self._job = job
         generator = torch.Generator(device).manual_seed(secrets.randbits(63) if job.seed is None else job.seed)
-        self._choose = NextToken(job.sampling, job.ids.to(device), vocab_size, generator)
+        self.next_token = NextToken(job.sampling, job.ids.to(device), vocab_size, generator)
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """A token int64 [1, 1] of logits [1, vocab_size]."""
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits [1, vocab_size], float32, of what may follow."""
         grammar = self._job.grammar
-        return self._choose(logits if grammar is None else grammar.allowed(logits))
+        return self.next_token.penalized(logits if grammar is None else grammar.allowed(logits))
 
     def take(self, token: int, logits: Tensor) -> tuple[TokenLogprob | None, bool]:
         """Goes on with a token that was chosen by logits [1, vocab_size].
@@ -41,3 +43,22 @@ class Sampler:
             values, ids = logprobs.topk(count)
             told = TokenLogprob(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])
         return told, grammar is not None and grammar.take(token)
+
+
+def choose(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
+    """A token of each sampler, int64 [samplers, 1], by its scores [samplers, vocab_size]."""
+    scores = scores.clone()
+    alike = defaultdict[tuple[int, float], list[int]](list)
+    for row, sampler in enumerate(samplers):
+        if (sampling := sampler.next_token.sampling).temperature > 0:
+            alike[sampling.top_k, sampling.top_p].append(row)
+    for warpers, rows in alike.items():
+        temperatures = scores.new_tensor([[samplers[row].next_token.sampling.temperature] for row in rows])
+        where = torch.tensor(rows, device=scores.device)
+        probabilities = warped(scores[where] / temperatures, *warpers).split(1)
+        sampled = [samplers[row].next_token.sampled(x) for row, x in zip(rows, probabilities, strict=True)]
+        scores[where] = torch.cat(sampled)
+    tokens = scores.argmax(-1, keepdim=True)
+    for sampler, token in zip(samplers, tokens.split(1), strict=True):
+        sampler.next_token.note(token)
+    return tokens

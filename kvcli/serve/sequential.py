@@ -17,7 +17,7 @@ from kvcli.errors import KvcliError, ModelError
 from kvcli.models.load import LoadedModel
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
-from kvcli.serve.sampler import Sampler
+from kvcli.serve.sampler import Sampler, choose
 
 
 class SequentialEngine(JobThread):
@@ -104,6 +104,6 @@ class SequentialEngine(JobThread):
             logits = prefill(self.session.model, prefix.cache, ids, None, None)
             if not logits.isfinite().all():
                 raise ModelError("the model computed logits that are not finite")
-            token = sampler(logits)
+            token = choose([sampler], sampler.scores(logits))
             ids = torch.cat((ids, token), 1)
             on_tokens(token, *sampler.take(int(token), logits))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import interpret  # noqa: F401
@@ -140,7 +140,8 @@ def test_layers_that_cannot_be_captured_run_uncaptured_and_the_note_says_why(mon
 
     for name in ("graph_pool_handle", "empty_cache", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", capture)
     model = make_model("llama", num_hidden_layers=2)
     model.model.layers[0].register_forward_pre_hook(forward)  # while capturing, a GPU would run nothing before it

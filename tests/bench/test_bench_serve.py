@@ -27,3 +27,4 @@ def test_prompts_are_found_in_memory_and_on_disk(tmp_path: Path) -> None:
         assert row["hot_cached"] == row["disk_cached"] > 0.8
         assert min(row[f"{state}_{x}"] for state in ("cold", "hot", "disk") for x in ("first_s", "tokens_per_s")) > 0
         assert (row["direct_first_s"] is None) == (row["batch"] > 1)
+        assert (row["busy_first_s"] is None) == (row["batch"] == 1)

@@ -26,7 +26,7 @@ from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotatio
 from kvcli.report.tables import Row, answers, read, sections, unique_names
 from kvcli.storage.atomic import append_record
 
-DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100")
+DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h200")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committe
     for part in text.split("<section")[1:]:
         assert ">kivi-2" in "".join(re.findall("<svg.*?</svg>", part, re.DOTALL))
     assert all(f">{unit}<" in text for unit in ("microseconds", "GiB", "tokens/s"))
-    assert "first token, new prompt, 16 x 4K tokens" in text  # longer ones run into the next chart
+    assert "first token, new prompt, 16 x 2K tokens" in text  # longer ones run into the next chart
     assert "<span>--method</span>" in text  # a line does not end within an option
     assert len(text.encode()) < 2 * 2**20
 

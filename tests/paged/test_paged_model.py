@@ -20,10 +20,13 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.artifact.recipe import Recipe
+from kvcli.attention.graphs import Graphs
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.paged import attention as paged_attention
-from kvcli.paged.model import PagedModel, ScheduledRequest, open_pages
+from kvcli.paged.captured import CapturedPasses
+from kvcli.paged.model import PagedModel, open_pages
 from kvcli.paged.pages import LayerEncoder
+from kvcli.paged.requests import PassInputs, ScheduledRequest
 from kvcli.registry import get_method, parse_method
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
@@ -138,6 +141,45 @@ def test_kivi_has_whole_groups_as_codes_and_open_ones_exactly(
         ours = generated(paged, prompts, 40)
     check_all(tiny_model, "kivi-2", prompts, ours)
     assert set(batches) == {len(prompts)}
+
+
+@pytest.mark.parametrize("chunk", [512, 32])
+@pytest.mark.parametrize("name", ["turboquant-3", "rtn-4", "kivi-2", "fp16"])
+def test_passes_that_can_be_captured_make_the_same_tokens(name: str, chunk: int, tiny_model: Any) -> None:
+    """Of other numbers of requests and pages than there are, through ends of groups and pages, after odd prompts."""
+    prompts, shapes = prompts_of(tiny_model, 20, 63, 1), set[tuple[int, ...]]()
+    with enabled(tiny_model, name, size=32, sink_length=3) as paged:
+        expected = generated(paged, prompts, 40, chunk)
+
+        def run(inputs: PassInputs) -> torch.Tensor:
+            shapes.add(tuple(inputs.block_table.shape))
+            return paged.capturable(inputs)
+
+        paged.captured = CapturedPasses(run, 32, 7, Graphs(paged.device, enabled=False))
+        ours = generated(paged, prompts, 40, chunk)
+    assert {(1, 8), (4, 8)} <= shapes <= {(1, 8), (2, 8), (4, 8)}
+    for found, answer in zip(ours, expected, strict=True):
+        assert found.tokens == answer.tokens
+        torch.testing.assert_close(found.logprobs, answer.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["turboquant-3", "rtn-4", "kivi-2", "fp16"])
+def test_graphs_make_the_tokens_of_passes_over_pages(name: str) -> None:
+    """Requests end, so that there are fewer and other graphs."""
+    model = make_model("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2).cuda()
+    prompts = prompts_of(model, 20, 250, 64, 1, 130)
+    with enabled(model, name, size=32, sink_length=3) as paged:
+        paged.warm_up(64)
+        captured, paged.captured = paged.captured, None
+        expected = [generated(paged, some, 50) for some in (prompts, prompts[1:3], prompts[:1])]
+        paged.captured = captured
+        ours = [generated(paged, some, 50) for some in (prompts, prompts[1:3], prompts[:1])]
+        assert captured is not None
+        assert captured.graphs.enabled, captured.graphs.note
+        assert captured.graphs.nbytes > 0
+    assert [[answer.tokens for answer in some] for some in ours] == [[x.tokens for x in some] for some in expected]
 
 
 @pytest.mark.parametrize("sinks", [3, 40])

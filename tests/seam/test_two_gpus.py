@@ -65,6 +65,17 @@ def test_two_gpus_make_the_tokens_of_one(name: str, impl: str, folder: Path) -> 
         assert torch.equal(theirs, stock(split, DynamicCache(config=split.config)))
 
 
+def test_a_model_on_the_second_gpu_is_captured_there(folder: Path) -> None:
+    """Where the current device is the first."""
+    model, made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to("cuda:1"), []
+    with kvcli.attach(model, "kivi-2", **SETTINGS["kivi-2"]) as session:
+        for mode in ("passes", "graphs"):
+            generated = session.generate(ids(1, 40).to("cuda:1"), mode=mode, sampling=SamplingConfig(30))
+            assert generated.mode == mode
+            made.append(generated.sequences.cpu())
+    assert torch.equal(*made)
+
+
 def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
     loaded, whole = load_model(str(folder), device="auto"), load_model(str(folder), device="cuda:0")
     assert len({x.device for x in loaded.model.parameters()}) > 1

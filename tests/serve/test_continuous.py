@@ -18,15 +18,17 @@ from served import LONG, Served, request, serving_together, session_ids, session
 
 import kvcli
 from kvcli.artifact.artifact import Artifact
+from kvcli.attention.graphs import Graphs
 from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, UsageError
 from kvcli.paged.attention import PagedAttention
-from kvcli.paged.model import PagedModel, ScheduledRequest
+from kvcli.paged.captured import CapturedPasses
+from kvcli.paged.model import PagedModel
+from kvcli.paged.requests import ScheduledRequest
 from kvcli.registry import parse_method
 from kvcli.seam.versions import with_cache
 from kvcli.serve.answers import Answer
 from kvcli.serve.continuous import ContinuousEngine
-from research.engine_capacity import in_serve
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -102,6 +104,17 @@ def test_an_answer_depends_on_its_prompt_alone(
     assert min(cached[11], cached[17]) >= 480
     assert sum(cached[:6]) > 0  # of some that were read at the same time
     assert all(x <= len(prompt) for x, prompt in zip(cached, prompts * 3, strict=True))
+
+
+def test_answers_are_the_same_where_passes_are_captured() -> None:
+    """Prompts are read one by one then, before requests that decode go on."""
+    prompts, graphs = [TEXT * 5, TEXT, "Hi", TEXT * 5 + "Now?", TEXT * 3], Graphs(torch.device("cpu"), enabled=False)
+    with serving_together("kivi-2") as served, ThreadPoolExecutor(5) as pool:
+        expected = [served.complete(prompt, 30).choices[0].text for prompt in prompts]
+        model = served.engine.model
+        model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
+        answers = [pool.submit(served.complete, prompt, 30) for prompt in prompts]
+        assert [answer.result().choices[0].text for answer in answers] == expected
 
 
 def test_what_a_request_reads_itself_is_not_cached(served: Served) -> None:
@@ -266,7 +279,7 @@ def test_there_are_no_more_pages_than_requests_need() -> None:
     with serving_together(max_bytes=2**30, max_batch=3) as served:
         model = served.engine.model
         assert (model.num_pages, served.engine.max_length) == (3 * 4096 // 32, 4096)
-        assert sum(x.nbytes for x in model.pages) == model.nbytes == model.num_pages * model.page_bytes
+        assert sum(x.nbytes for x in model.pages) == model.nbytes == (model.num_pages + 1) * model.page_bytes
 
 
 def test_what_was_used_least_recently_makes_room() -> None:
@@ -433,15 +446,6 @@ def test_logits_that_are_not_finite_are_no_answer(exact: Served) -> None:
         weight[7] = before
     assert refused.error()["message"] == "the model computed values that are not finite"
     assert exact.complete("Hi you", 12).choices[0].text == session_text("Hi you", 12)
-
-
-def test_capacity_hits_and_answers_are_those_of_the_engine() -> None:
-    """What `research.engine_capacity` says of it."""
-    loaded = tiny()
-    first, second = prompts_of(loaded.model, 150, 150)
-    found = in_serve(loaded, "rtn-4", None, [first, first[:128] + second[128:]], 32)
-    assert found["capacity_tokens"] > 10_000
-    assert (found["hits"], len(found["answer"])) == (96, 16)
 
 
 def test_health_metrics_and_usage(served: Served) -> None:

@@ -32,7 +32,7 @@ from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.vllm.environment import ARTIFACT, METHOD, choice_of_environment
 from kvcli.integrations.vllm.model import codecs_of
 from kvcli.paged.attention import Page, PagedAttention
-from kvcli.paged.batch import Batch
+from kvcli.paged.batch import Batch, most_rows
 from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
 
@@ -41,8 +41,6 @@ _SPARE_RINGS = 16
 
 _CHECKED = 64
 """Passes between two looks at the largest numbers."""
-_MOST_SCORES = 2**28
-"""Scores of a layer that are kept at a time, in float32, for as many requests of a pass."""
 
 
 class EngineState:
@@ -185,7 +183,7 @@ class Tokens(AttentionMetadata):
         else:
             counts = [b - a for a, b in pairwise(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())]
         table = common.block_table_tensor[: common.num_reqs, : -(-common.max_seq_len // size)]
-        tokens, bounds = table.shape[1] * size, common.seq_lens_cpu_upper_bound
+        bounds = common.seq_lens_cpu_upper_bound
         return Batch.of(
             counts,
             common.seq_lens[: common.num_reqs],
@@ -197,7 +195,7 @@ class Tokens(AttentionMetadata):
             sinks=layers.sinks,
             rings=self.rings,
             null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
-            most_rows=max(1, _MOST_SCORES // (tokens * layers.num_heads)),
+            most_rows=most_rows(table.shape[1] * size, layers.num_heads),
             has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
         )
 

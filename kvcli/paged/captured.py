@@ -1,0 +1,122 @@
+"""Passes over pages as CUDA graphs: of requests that decode together, and of each that reads its prompt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.graphs import Graphs
+from kvcli.paged.requests import PassInputs, ScheduledRequest
+
+MOST_GRAPHS = 64
+"""Graphs that are kept; each has some thousand launches."""
+
+_LEAST_PAGES = 8
+"""Pages of a request that a graph has room for at least."""
+
+
+class _Inputs:
+    """`PassInputs` of so many requests, new tokens and pages of each, and the logits, in tensors that stay.
+
+    Tokens after a request's own, and requests after the last, are stored nowhere.
+    """
+
+    def __init__(self, rows: int, count: int, columns: int, has_codes: bool, device: torch.device) -> None:
+        sizes = [rows * count] * 3 + [rows] * 4 + [rows * columns]
+        self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        *of_each, table = self._numbers.split(sizes)
+        tokens, positions, slots, seq_lens, rings, first_exact, last = of_each
+        self.tensors = PassInputs(
+            query_lens=[count] * rows,
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            seq_lens=seq_lens,
+            rings=rings,
+            first_exact=first_exact,
+            last=last,
+            block_table=table.view(rows, columns),
+            has_codes=has_codes,
+        )
+        self._shape = rows, count, columns
+        self.logits = torch.empty(0)
+
+    def load(self, requests: Sequence[ScheduledRequest], page_size: int) -> None:
+        """Those of requests."""
+        rows, count, columns = self._shape
+        numbers = torch.zeros_like(self._numbers, device="cpu")
+        each = numbers[: 3 * rows * count].view(3, rows, count)
+        seq_lens, rings, first_exact, last = numbers[3 * rows * count : -rows * columns].view(4, rows)
+        each[2] = -1
+        seq_lens[:] = count
+        table = numbers[-rows * columns :].view(rows, columns)
+        for row, x in enumerate(requests):
+            used = len(x.tokens)
+            for own, of_tokens in zip(each[:, row], (x.tokens, x.positions, x.slots(page_size)), strict=True):
+                own[:used] = torch.tensor(of_tokens)
+            each[1, row, used:] = x.positions.stop - 1  # which the model knows
+            seq_lens[row], rings[row], first_exact[row] = x.num_computed_tokens + count, x.ring, x.first_exact
+            last[row] = row * count + used - 1
+            pages = torch.tensor(x.pages[:columns])
+            table[row, : len(pages)] = pages
+        self._numbers.copy_(numbers)
+
+
+class CapturedPasses:
+    """Passes of requests, of which each is of as many requests, tokens and pages as are seldom others.
+
+    Args:
+        run: makes a pass; its logits [requests, vocab_size].
+        page_size, num_rings: as of `PagedModel`.
+        graphs: capture passes.
+    """
+
+    def __init__(self, run: Callable[[PassInputs], Tensor], page_size: int, num_rings: int, graphs: Graphs) -> None:
+        self._run, self._page_size, self._most, self.graphs = run, page_size, num_rings, graphs
+        self._inputs = dict[tuple[int, int, int, bool], _Inputs]()
+
+    def __call__(self, requests: Sequence[ScheduledRequest]) -> Tensor:
+        """Logits of the last token of each request, [requests, vocab_size]."""
+        decoding = [i for i, x in enumerate(requests) if len(x.tokens) == 1]
+        reading = [[i] for i, x in enumerate(requests) if len(x.tokens) > 1]
+        passes = [decoding, *reading] if decoding else reading
+        logits = torch.cat([self._pass([requests[i] for i in some]) for some in passes])
+        order = [i for some in passes for i in some]
+        return logits if order == sorted(order) else logits[torch.tensor(order).argsort().to(logits.device)]
+
+    def _pass(self, requests: Sequence[ScheduledRequest]) -> Tensor:
+        pages = -(-max(x.positions.stop for x in requests) // self._page_size)
+        count, has_codes = len(requests[0].tokens), any(x.num_computed_tokens for x in requests)
+        if count > 1:
+            key = 1, self._tokens(count), max(_LEAST_PAGES, _power_of_two(pages)), has_codes
+        else:
+            key = min(_power_of_two(len(requests)), self._most), 1, _with_room(pages), True
+        if (inputs := self._inputs.get(key)) is None:
+            inputs = self._inputs[key] = _Inputs(*key, self.graphs.device)
+        inputs.load(requests, self._page_size)
+
+        def run() -> None:
+            logits = self._run(inputs.tensors)
+            if inputs.logits.shape != logits.shape:
+                inputs.logits = torch.empty_like(logits)
+            inputs.logits.copy_(logits)
+
+        self.graphs.call(key, run)
+        return inputs.logits[: len(requests)].clone()
+
+    def _tokens(self, count: int) -> int:
+        """At least as many: halves of up to two pages, then powers of two of pages."""
+        half = self._page_size // 2
+        return -(-count // half) * half if count <= 4 * half else _power_of_two(-(-count // (2 * half))) * 2 * half
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _with_room(pages: int) -> int:
+    """At least as many: one of four numbers for each power of two."""
+    step = max(_LEAST_PAGES, _power_of_two(pages) // 8)
+    return -(-pages // step) * step
