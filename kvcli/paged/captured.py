@@ -18,7 +18,7 @@ _LEAST_PAGES = 8
 
 
 class _Inputs:
-    """`PassInputs` of so many requests, new tokens and pages of each, and the logits, in tensors that stay.
+    """`PassInputs` of so many requests, new tokens and pages of each, in tensors that stay.
 
     Tokens after a request's own, and requests after the last, are stored nowhere.
     """
@@ -41,7 +41,6 @@ class _Inputs:
             has_codes=has_codes,
         )
         self._shape = rows, count, columns
-        self.logits = torch.empty(0)
 
     def load(self, requests: Sequence[ScheduledRequest], page_size: int) -> None:
         """Those of requests."""
@@ -76,6 +75,7 @@ class CapturedPasses:
     def __init__(self, run: Callable[[PassInputs], Tensor], page_size: int, num_rings: int, graphs: Graphs) -> None:
         self._run, self._page_size, self._most, self.graphs = run, page_size, num_rings, graphs
         self._inputs = dict[tuple[int, int, int, bool], _Inputs]()
+        self._logits = dict[int, Tensor]()  # of so many requests
 
     def __call__(self, requests: Sequence[ScheduledRequest]) -> Tensor:
         """Logits of the last token of each request, [requests, vocab_size]."""
@@ -99,12 +99,12 @@ class CapturedPasses:
 
         def run() -> None:
             logits = self._run(inputs.tensors)
-            if inputs.logits.shape != logits.shape:
-                inputs.logits = torch.empty_like(logits)
-            inputs.logits.copy_(logits)
+            if len(logits) not in self._logits:
+                self._logits[len(logits)] = torch.empty_like(logits)
+            self._logits[len(logits)].copy_(logits)
 
         self.graphs.call(key, run)
-        return inputs.logits[: len(requests)].clone()
+        return self._logits[key[0]][: len(requests)].clone()
 
     def _tokens(self, count: int) -> int:
         """At least as many: halves of up to two pages, then powers of two of pages."""

@@ -193,10 +193,7 @@ class PagedModel:
         return self._logits(PassInputs.of(requests, self.page_size, self.device), None)
 
     def warm_up(self, longest: int, progress: Progress = no_progress) -> None:
-        """Compiles kernels and captures passes of up to `longest` tokens, before the first request, which would wait.
-
-        Without a GPU there is nothing to do.
-        """
+        """Compiles kernels and captures passes of up to `longest` tokens before the first request; on a GPU."""
         if self.captured is None:
             return
         from kvcli.kernels.compiling import compiled_not_launched

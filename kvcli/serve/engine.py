@@ -61,6 +61,8 @@ def open_engine(
                 note(f"one request is answered at a time: {error}")
             else:
                 model.warm_up(LONG_PASS * model.page_size, progress)
+                if model.captured is not None and (reason := model.captured.graphs.note) is not None:
+                    note(reason)
                 engine = ContinuousEngine(model, loaded.tokenizer, name, **common)
         if engine is None:
             session = stack.enter_context(attach(loaded, choice, impl=impl))
