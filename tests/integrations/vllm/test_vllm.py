@@ -413,7 +413,7 @@ def test_pages_that_cannot_be_are_refused_at_start(
     ("name", "counts", "slots", "written"),
     [
         ("rtn-4", [2, 1], [98, 99, -1, 7], [[3, 2], [3, 3]]),
-        ("rtn-4", [1, 1], [99, -1, 7, 7], [[0, 31], [3, 3]]),  # decoding: what is not stored goes to vLLM's own page
+        ("rtn-4", [1, 1], [99, -1, 7, 7], [[3, 3]]),  # decoding: of what is not stored zeros, in vLLM's own page
         ("kivi-2", [2, 1], [-1] * 4, []),
     ],
 )
