@@ -1,8 +1,8 @@
 """Suite `serve`: requests of several clients at once to `kvcli serve`.
 
-Each client asks about a prompt of its own, and then again with another end: of what was just read, alone while the
-others decode, and once more after the server has ended and begun again, when prompts are on disk only. The first client
-is greedy, the others sample, each differently.
+Each client asks about a prompt of its own, and then again with another end: of what was just read, also one client
+while all others decode, and once more after the server has ended and begun again, when prompts are on disk only. The
+first client is greedy, the others sample, each differently.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _bodies(prompts: Sequence[Any], options: ServeBenchOptions) -> list[str]:
     """Requests of clients; to write 32K numbers takes 10 ms, which are not the server's."""
     shared = {"model": "model", "max_tokens": options.new_tokens, "stream": True, "top_p": 0.95}
     shared["stream_options"] = {"include_usage": True}
-    return [json.dumps({**shared, "prompt": x, "temperature": i / 16, "seed": i}) for i, x in enumerate(prompts)]
+    return [json.dumps({**shared, "prompt": x, "temperature": i % 16 / 16, "seed": i}) for i, x in enumerate(prompts)]
 
 
 def _while_others_decode(port: int, prompts: Sequence[Any], options: ServeBenchOptions) -> float:

@@ -63,6 +63,7 @@ def open_engine(
                 model.warm_up(LONG_PASS * model.page_size, progress)
                 if model.captured is not None and (reason := model.captured.graphs.note) is not None:
                     note(reason)
+                    model.captured = None  # launched one by one, passes are best of all requests at once
                 engine = ContinuousEngine(model, loaded.tokenizer, name, **common)
         if engine is None:
             session = stack.enter_context(attach(loaded, choice, impl=impl))

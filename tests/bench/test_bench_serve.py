@@ -7,6 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from kvcli.bench.serve import ServeBenchOptions, _bodies
 from kvcli.cli.app import app
 
 
@@ -28,3 +29,10 @@ def test_prompts_are_found_in_memory_and_on_disk(tmp_path: Path) -> None:
         assert min(row[f"{state}_{x}"] for state in ("cold", "hot", "disk") for x in ("first_s", "tokens_per_s")) > 0
         assert (row["direct_first_s"] is None) == (row["batch"] > 1)
         assert (row["busy_first_s"] is None) == (row["batch"] == 1)
+
+
+def test_requests_of_many_clients_are_sampled_as_the_api_allows() -> None:
+    sent = [json.loads(body) for body in _bodies([[1]] * 100, ServeBenchOptions())]
+    assert [x["temperature"] for x in sent[:2]] == [0, 1 / 16]
+    assert max(x["temperature"] for x in sent) <= 2
+    assert len({x["seed"] for x in sent}) == 100

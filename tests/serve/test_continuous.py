@@ -18,6 +18,7 @@ from served import LONG, Served, request, serving_together, session_ids, session
 
 import kvcli
 from kvcli.artifact.artifact import Artifact
+from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.graphs import Graphs
 from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, UsageError
@@ -29,6 +30,7 @@ from kvcli.registry import parse_method
 from kvcli.seam.versions import with_cache
 from kvcli.serve.answers import Answer
 from kvcli.serve.continuous import ContinuousEngine
+from kvcli.serve.engine import open_engine
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -115,6 +117,21 @@ def test_answers_are_the_same_where_passes_are_captured() -> None:
         model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
         answers = [pool.submit(served.complete, prompt, 30) for prompt in prompts]
         assert [answer.result().choices[0].text for answer in answers] == expected
+
+
+def test_what_cannot_be_captured_is_told_and_launched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(model: PagedModel, *_: Any) -> None:
+        graphs = Graphs(model.device, enabled=False)
+        graphs.note = "an operation cannot be captured"
+        model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
+
+    monkeypatch.setattr(PagedModel, "warm_up", warm_up)
+    said = list[str]()
+    with open_engine(
+        tiny(), MethodChoice.of("rtn-4"), "tiny", max_batch=2, hot_bytes=2**24, note=said.append
+    ) as engine:
+        assert isinstance(engine, ContinuousEngine)
+        assert (said, engine.model.captured) == (["an operation cannot be captured"], None)
 
 
 def test_what_a_request_reads_itself_is_not_cached(served: Served) -> None:
