@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step
+from kvcli.bench.fixed_length import replay_step, ways_of_modules
 from kvcli.bench.layer import uncompressed_layer
-from kvcli.bench.model import COMPILED, ModelRun
+from kvcli.bench.model import ModelRun
 from kvcli.bench.model_bench import ModelBench, with_ratios
 from kvcli.bench.suite import Row, run_row
 from kvcli.bench.timing import percentiles
@@ -48,12 +48,12 @@ class LibraryBench(ModelBench):
         layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
         row = row.checked(library.check(*layer())[0])
         with memory_limit(self.memory_budget, model.device):
-            runs = library_runs(model, library, row.batch, row.context, new_tokens, repeats, self.backend)
+            runs = library_runs(model, library, row.batch, row.context, new_tokens, repeats)
         return self.timed(row, runs, copy_gb_s, filled=True)
 
 
 def library_runs(
-    model: Any, library: Baseline, batch: int, context: int, new_tokens: int, repeats: int, backend: str | None
+    model: Any, library: Baseline, batch: int, context: int, new_tokens: int, repeats: int
 ) -> list[ModelRun]:
     """Runs of captured steps with a library's attention, without a prompt; otherwise as `with_fixed_length`.
 
@@ -63,11 +63,10 @@ def library_runs(
     steps, tried = new_tokens - 1, []
     if steps < 1:
         raise UsageError(f"{library.name} is measured in decode steps; ask for more new tokens")
-    for compiler in (None, backend) if backend else (None,):
+    for how, modules in ways_of_modules(model):
         seconds, held, note = replay_step(
-            model, batch, context, steps, repeats, compiler, library.dtype, partial(library_forward, library)
+            model, batch, context, steps, repeats, modules, library.dtype, partial(library_forward, library)
         )
-        how = FIXED_LENGTH + COMPILED * (compiler is not None)
         if seconds:
             tried.append([ModelRun(0, 0, s, held, None, None, held, how=how, steady=(steps, s)) for s in seconds])
     if not tried:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.generation import Mode
-from kvcli.attention.steps import Steps, all_have_codes
+from kvcli.attention.steps import Steps
 from kvcli.cache.compressed import CompressedCache
 from kvcli.seam.decoder import backbone
 from kvcli.seam.versions import with_cache
@@ -47,7 +47,7 @@ class Chunks:
         """Reads tokens, int64 [batch, time]; returns their last hidden states, which the next call overwrites."""
         counts = self.cache.sequences.counts
         fits = ids.shape == (len(counts.lengths), self.width)  # an ordinary pass says what is wrong with another batch
-        if self._has_room and fits and self.left >= self.width and all_have_codes(counts):
+        if self._has_room and fits and self.left >= self.width and self.cache.can_step:
             states = self._step(ids)
         else:
             self.close()
@@ -70,7 +70,7 @@ class Chunks:
         steps.prepare(self.left)
         with self.cache.passes.complete_or_refused():
             new = steps.append()
-            steps.call("pass", self._captured)
+            steps.run(self._captured)
             self._made += self.width
             if new.flushes:
                 steps.encode(new)

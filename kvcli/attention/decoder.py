@@ -7,17 +7,16 @@ codes, tokens are made by ordinary forward passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
-from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.attention.generation import Mode, NextToken
-from kvcli.attention.steps import Steps, all_have_codes
+from kvcli.attention.steps import Steps
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.counts import TokenCounts
 from kvcli.cache.step import DeviceCounts
 from kvcli.errors import UsageError
 from kvcli.seam.versions import with_cache
@@ -25,23 +24,13 @@ from kvcli.seam.versions import with_cache
 _POLL_STEPS = 8
 """Steps between looks at what was chosen."""
 
-_LEAST_STEPS = 16
+LEAST_STEPS = 16
 """Steps for which capturing a graph pays."""
 
 
-def default_mode(cache: CompressedCache, device: torch.device, *, fused: bool, compiled: bool) -> Mode:
-    """How tokens are made unless it is said: as fast as the device, the session's kernels and the model's layers allow.
-
-    Layers that are `compiled` run in steps, because passes of changing shapes would compile them again and again.
-    """
-    if cache.step_obstacle is not None:
-        return "passes"
-    return "graphs" if device.type == "cuda" and fused else "steps" if compiled else "passes"
-
-
-def can_step(counts: TokenCounts, left: int) -> bool:
-    """Whether steps can follow: every row holds codes, and so many tokens that are left are enough to prepare for."""
-    return left >= _LEAST_STEPS and all_have_codes(counts)
+def default_mode(cache: CompressedCache, device: torch.device, *, fused: bool, width: int = 1) -> Mode:
+    """How tokens are made unless it is said: as fast as the device, the session's kernels and the model allow."""
+    return "graphs" if device.type == "cuda" and fused and cache.step_obstacle(width) is None else "passes"
 
 
 class LogitsNotFinite(Exception):
@@ -55,10 +44,10 @@ class Decoder:
         cache: of its session; holds the prompt.
         stops: tokens that end a row; `padding` follows.
         mode: how tokens are made, once every row holds codes.
-        compiled: the model's layers, which run compiled in steps; None: as they are, also once compiling has failed.
+        modules: makes the blocks in which steps run (`Session.fused_modules`).
 
     Raises:
-        UsageError: steps or compiled layers for a cache that they cannot serve.
+        UsageError: steps for a cache that they cannot serve.
 
     Attributes:
         tokens: int64 [batch, max_new_tokens], of which `num_tokens` per row are made; `padding` after the end of a row.
@@ -75,14 +64,14 @@ class Decoder:
         stops: Sequence[int] = (),
         padding: int = 0,
         mode: Mode = "passes",
-        compiled: CompiledLayers | None = None,
+        modules: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        if (mode != "passes" or compiled is not None) and cache.step_obstacle is not None:
-            raise UsageError(cache.step_obstacle)
+        if mode != "passes" and (obstacle := cache.step_obstacle()) is not None:
+            raise UsageError(obstacle)
         device, batch = model.device, len(cache.sequences.lengths)
         self.model, self.cache, self.choose = model, cache, choose
         self.max_new_tokens, self.padding = max_new_tokens, padding
-        self.compiled = compiled
+        self._modules = modules
         self._stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self.tokens = torch.full((batch, max_new_tokens), padding, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
@@ -95,7 +84,8 @@ class Decoder:
         self._all_ended = False
         self._unseen: list[Tensor] = []
         self._steps = Steps(cache, backends, mode, device)
-        self._note: str | None = None
+        # states of other layers cannot be taken back
+        self._poll_steps = 1 if cache.other_layers and len(self._stops) else _POLL_STEPS
         self._before: list[Any] = []
         self._made = 0
         self.stepped = False
@@ -107,8 +97,8 @@ class Decoder:
 
     @property
     def note(self) -> str | None:
-        """Why steps are not compiled, or not captured; None if they are, or were not asked to be."""
-        return "; ".join(filter(None, (self._note, self._steps.graphs.note))) or None
+        """Why steps are not captured; None if they are, or were not asked to be."""
+        return self._steps.graphs.note
 
     @property
     def graph_bytes(self) -> int:
@@ -138,15 +128,14 @@ class Decoder:
         self.num_tokens = 1
         try:
             while True:
-                if not self._before or len(self._before) >= _POLL_STEPS:
+                if len(self._before) in (0, self._poll_steps):
                     self._look()
                 left = self.max_new_tokens - self.num_tokens
                 if self._all_ended or not left:
                     break
                 self._show(on_tokens)
-                counts = self.cache.sequences.counts
-                steady = not self.cache.sequences.changes_within(left)
-                if self._steps.counts is not None or (self.mode != "passes" and steady and can_step(counts, left)):
+                steady = left >= LEAST_STEPS and not self.cache.sequences.changes_within(left)
+                if self._steps.counts is not None or (self.mode != "passes" and steady and self.cache.can_step):
                     self._by_step()
                     continue
                 mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
@@ -210,15 +199,8 @@ class Decoder:
     def _step_logits(self, step: DeviceCounts) -> Tensor:
         """The same in a step, whose counts say what is attended to."""
         # transformers takes a mask of four axes as it is; without one it makes one, and only while a graph is captured
-        inputs = {"position_ids": step.positions(), "attention_mask": self._mask}
-        if self.compiled is not None:
-            try:
-                with self.compiled.active():
-                    return self._logits(**inputs)
-            except CompileError as error:
-                self.compiled, self._note = None, str(error)
-        # a pass of a step that broke off is repeated: it writes the same tokens to the same slots
-        return self._logits(**inputs)
+        with self._modules():
+            return self._logits(position_ids=step.positions(), attention_mask=self._mask)
 
     def _by_step(self) -> None:
         """One more token per row."""
@@ -228,7 +210,7 @@ class Decoder:
         self._before.append(self.cache.sequences.counts.state)
         with self.cache.passes.complete_or_refused():
             new = self._steps.append()
-            self._steps.call("step", lambda: self._accept(self._step_logits(step)))
+            self._steps.run(lambda: self._accept(self._step_logits(step)))
             self.num_tokens += 1
             self._made += 1
             made = self.num_tokens

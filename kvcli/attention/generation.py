@@ -132,14 +132,13 @@ class Generated:
         cache: it holds all tokens but the last.
         mode: how tokens were made at the end: passes, steps or graphs.
         graph_bytes: memory that captured CUDA graphs took meanwhile.
-        note: why steps were not captured or not compiled; None if there is nothing to say.
+        note: why steps were not captured; None if there is nothing to say.
     """
 
     sequences: Tensor
     new_tokens: int
     cache: CompressedCache
     mode: Mode
-    compiled: bool
     graph_bytes: int
     note: str | None
 

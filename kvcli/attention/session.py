@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.chunks import Chunks
-from kvcli.attention.compiled import BACKEND, CompiledLayers
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
 from kvcli.attention.generation import (
     Generated,
@@ -213,12 +212,15 @@ class Session:
         """
         if self.backend.impl != "fused" or interpreted():
             return []
+        from kvcli.attention.fused_modules import FusedModules
         from kvcli.attention.warmup import warm_up
 
+        with torch.inference_mode():
+            modules = FusedModules(self.model)
         devices = devices_of_layers(self.model)
         layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self.backends)]
         width = chunk if chunk and chunk < self.backend.prefill_threshold else None
-        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width)
+        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width, modules.launch)
 
     @torch.inference_mode()
     def generate(
@@ -235,7 +237,6 @@ class Session:
         on_tokens: Callable[[Tensor], None] = lambda tokens: None,
         on_prefill: Advance = lambda count: None,
         mode: Mode | None = None,
-        compile_layers: bool | str = False,
         **keywords: Unpack[SamplingKeywords],
     ) -> Generated:
         """Continues prompts; on a GPU with the session's kernels, decode steps are replayed as CUDA graphs.
@@ -255,16 +256,14 @@ class Session:
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
             on_prefill: called with the number of prompt tokens per row after each forward pass that reads some.
             mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes; default:
-                `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
-            compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
-                graphs and steps; or the name of the backend that compiles them.
+                `graphs` on a GPU with the session's kernels, else `passes`. In graphs and steps, kernels also stand in
+                for norms, projections and MLPs (`kvcli.attention.fused_modules`), which round otherwise.
             keywords: max_new_tokens, temperature, top_p, top_k, repetition_penalty and do_sample as transformers takes
                 them, in place of `sampling`.
 
         Raises:
             UsageError: other keywords, some beside `sampling`, or a cache twice; padding that is not on the left, a
-                cache that holds the whole prompt, no token to make, or `graphs` without a GPU, or `compile_layers` with
-                `passes`.
+                cache that holds the whole prompt, no token to make, or `graphs` without a GPU.
             ModelError: logits that are not finite.
         """
         sampling = sampling_of(sampling, keywords)
@@ -274,8 +273,6 @@ class Session:
             raise UsageError(f"mode is {' or '.join(get_args(Mode))}, not {mode!r}")
         if mode == "graphs" and not input_ids.is_cuda:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
-        if mode == "passes" and compile_layers:
-            raise UsageError("layers are compiled for decode steps: choose graphs or steps, not passes")
         if cache is not None and past_key_values is not None:
             raise UsageError("past_key_values is the older name of cache; give one of the two")
         given = cache if cache is not None else past_key_values
@@ -283,10 +280,7 @@ class Session:
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk, on_prefill)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
-            fused, compiling = self.backend.impl == "fused", bool(compile_layers)
-            mode = default_mode(cache, input_ids.device, fused=fused, compiled=compiling)
-        backend = BACKEND if compile_layers is True else compile_layers
-        compiled = CompiledLayers(self.model, backend) if backend else None
+            mode = default_mode(cache, input_ids.device, fused=self.backend.impl == "fused")
         decoder = Decoder(
             self.model,
             cache,
@@ -296,7 +290,7 @@ class Session:
             stops=stops,
             padding=padding,
             mode=mode,
-            compiled=compiled,
+            modules=self.fused_modules() if mode != "passes" else nullcontext,
         )
 
         def read_again(made: Tensor, mask: Tensor | None) -> Tensor:
@@ -309,8 +303,7 @@ class Session:
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.num_tokens]), dim=1)
         used: Mode = decoder.mode if decoder.stepped else "passes"
-        compiled_steps = decoder.stepped and decoder.compiled is not None
-        return Generated(sequences, decoder.num_tokens, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
+        return Generated(sequences, decoder.num_tokens, cache, used, decoder.graph_bytes, decoder.note)
 
     def chunks(self, cache: CompressedCache, width: int, left: int, mode: Mode | None = None) -> Chunks:
         """What reads `left` tokens per row into a cache, `width` in each call: a forward pass of the model.
@@ -327,12 +320,21 @@ class Session:
             UsageError: `graphs` without a GPU, or steps for a cache that they cannot serve.
         """
         cache.check_session(self._seam)
-        mode = mode or default_mode(cache, self.model.device, fused=self.backend.impl == "fused", compiled=False)
+        mode = mode or default_mode(cache, self.model.device, fused=self.backend.impl == "fused", width=width)
         if mode == "graphs" and self.model.device.type != "cuda":
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
-        if mode != "passes" and cache.step_obstacle is not None:
-            raise UsageError(cache.step_obstacle)
+        if mode != "passes" and (obstacle := cache.step_obstacle(width)) is not None:
+            raise UsageError(obstacle)
         return Chunks(self.model, cache, self.backends, width, left, mode)
+
+    @torch.inference_mode()
+    def fused_modules(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes blocks in which modules of the model, as it is now, run kernels; it runs as it is where none run."""
+        if self.backend.impl != "fused":
+            return nullcontext
+        from kvcli.attention.fused_modules import FusedModules
+
+        return FusedModules(self.model).active
 
     @torch.inference_mode()
     def flush(self, cache: CompressedCache) -> None:

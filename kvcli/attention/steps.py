@@ -6,7 +6,7 @@ tensors, so what was captured once is replayed until the codes outgrow its capac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
@@ -17,15 +17,11 @@ from kvcli.attention.layer import flush_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.counts import HostCounts, TokenCounts
 from kvcli.cache.forward import Forward
+from kvcli.cache.others import StillStates
 from kvcli.cache.step import DeviceCounts, FlushPattern
 
 _HEADROOM = 1024
 """Fewest tokens by which the capacity of a captured step exceeds what a row holds."""
-
-
-def all_have_codes(counts: TokenCounts) -> bool:
-    """Whether steps can follow: every row holds codes."""
-    return min(*counts.attended, *counts.keys.coded) > 0
 
 
 def step_capacity(counts: TokenCounts, left: int) -> int:
@@ -65,6 +61,7 @@ class Steps:
     ) -> None:
         self.cache, self.backends, self.width, self._mode = cache, backends, width, mode
         self.counts: DeviceCounts | None = None
+        self._states = StillStates(())
         self.graphs = Graphs(device, mode == "graphs")
 
     @property
@@ -80,6 +77,7 @@ class Steps:
                 self.check_ranges()
             self.graphs.clear()
             self.counts = begin_steps(self.cache, step_capacity(counts, left), left, self.width)
+            self._states = StillStates(self.cache.other_layers)
 
     def append(self) -> HostCounts:
         """Counts `width` more tokens per row, on the host and, after `prepare`, on the device."""
@@ -96,15 +94,21 @@ class Steps:
         if pattern is None:  # rows encode different numbers of tokens
             self._flush(passes.encoding(new))
         else:
-            self.call(pattern, lambda: self._flush(passes.encoding(counts.encoding(pattern))))
+            self.graphs.call(pattern, lambda: self._flush(passes.encoding(counts.encoding(pattern))))
 
     def _flush(self, forward: Forward) -> None:
         for layer_idx, (layer, backend) in enumerate(zip(self.cache.compressed, self.backends, strict=True)):
             flush_layer(layer.store, forward, backend, layer_idx, self.width)
 
-    def call(self, key: Hashable, function: Callable[[], None]) -> None:
-        """As `Graphs.call`."""
-        self.graphs.call(key, function)
+    def run(self, function: Callable[[], None]) -> None:
+        """Calls or replays a pass of tensors on the device, as `Graphs.call`."""
+
+        def settled() -> None:
+            function()
+            self._states.settle()
+
+        self.graphs.call("pass", settled)
+        self._states.advance()
 
     def check_ranges(self) -> None:
         """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""

@@ -48,12 +48,14 @@ def warm_up(
     rows: int,
     progress: Progress,
     width: int | None,
+    launch_modules: Callable[[int], None] = lambda rows: None,
 ) -> list[str]:
     """Compiles the kernels that passes over caches of so many rows launch; returns their names, one per variant.
 
     With a `width`, also those of steps of so many tokens per row.
     """
     with compiled_not_launched(progress) as names:
+        launch_modules(rows)
         first = new_cache()
         first.passes.new_ranges = _Unchecked
         _attend(first, layers, dtype, rows, 0, 1, None)
@@ -71,7 +73,7 @@ def warm_up(
                     seen += count
                     mask = real[:, None, None, :seen] & real.new_ones(count, seen).tril(seen - count)
                     _attend(cache, layers, dtype, rows, seen - count, count, mask if padding else None)
-            if cache.step_obstacle is None:
+            if cache.step_obstacle() is None:
                 if width and not padding:
                     _steps(cache, layers, dtype, rows, width)
                 _steps(cache, layers, dtype, rows)

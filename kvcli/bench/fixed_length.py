@@ -8,7 +8,7 @@ on what decoding with this model, an uncompressed cache and this SDPA can reach.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvcli.attention.compiled import CompiledLayers, CompileError
-from kvcli.bench.model import COMPILED, ModelRun
+from kvcli.bench.model import ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
+from kvcli.kernels.launch import has_triton
 from kvcli.plan.budget import attempt
 from kvcli.seam.layer import untraced
 from kvcli.seam.versions import with_cache
@@ -60,32 +60,40 @@ class FixedLengthCache(Cache):
         return keys, values
 
 
-def with_fixed_length(
-    model: Any, runs: list[ModelRun], batch: int, context: int, new_tokens: int, backend: str | None = None
-) -> list[ModelRun]:
+def with_fixed_length(model: Any, runs: list[ModelRun], batch: int, context: int, new_tokens: int) -> list[ModelRun]:
     """The runs of the fp16 baseline, their decoding replaced by replays of a captured step if those are faster.
 
     The runs are of a detached model with `DynamicCache`, each of `batch` prompts of `context` tokens; where no step can
-    be captured, their note says why. With a `backend` of `torch.compile`, the step is tried with compiled layers, too,
-    and the fastest counts.
+    be captured, their note says why. The step is tried with the model's modules and with kernels in their place
+    (`kvcli.attention.fused_modules`), which methods have, too; the fastest counts.
     """
     steps = new_tokens - 1
     if model.device.type != "cuda" or steps < 1:
         return runs
-    for compiler in (None, backend) if backend else (None,):
-        replays = attempt(partial(replay_step, model, batch, context, steps, len(runs), compiler))
+    for how, modules in ways_of_modules(model):
+        replays = attempt(partial(replay_step, model, batch, context, steps, len(runs), modules))
         if replays is None:
             return [replace(run, note="a cache of fixed length does not fit beside the model") for run in runs]
         seconds, cache_bytes, note = replays
         if not seconds or percentiles([run.decode_s for run in runs])[1] <= percentiles(seconds)[1]:
             runs = [replace(run, note=note) for run in runs]
             continue
-        how = FIXED_LENGTH + COMPILED * (compiler is not None)
         runs = [
             replace(run, decode_s=decode_s, how=how, steady=(steps, decode_s), used_bytes=cache_bytes)
             for run, decode_s in zip(runs, seconds, strict=True)
         ]
     return runs
+
+
+@torch.inference_mode()
+def ways_of_modules(model: Any) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
+    """How a step of fixed length can run the model's modules, by the name of a run."""
+    ways: list[tuple[str, Callable[[], AbstractContextManager[None]]]] = [(FIXED_LENGTH, nullcontext)]
+    if has_triton() and torch.version.hip is None:
+        from kvcli.attention.fused_modules import FusedModules
+
+        ways.append((f"{FIXED_LENGTH}, fused modules", FusedModules(model).active))
+    return ways
 
 
 @torch.inference_mode()
@@ -95,7 +103,7 @@ def replay_step(
     context: int,
     steps: int,
     repeats: int,
-    backend: str | None = None,
+    modules: Callable[[], AbstractContextManager[None]] = nullcontext,
     dtype: torch.dtype | None = None,
     plan: Callable[[Tensor, Tensor], Callable[..., Any]] | None = None,
 ) -> tuple[list[float], int, str | None]:
@@ -116,14 +124,9 @@ def replay_step(
         forward = plan(random(batch, spec.num_heads, 1, spec.head_dim), kept[0].keys)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     positions = torch.full_like(token, context)
-    layers = nullcontext() if backend is None else CompiledLayers(model, backend).active()
-    graph: Any = None
-    note: str | None = None
-    try:
-        with without_mask(model, forward), layers:
-            graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
-    except CompileError as error:
-        note = str(error)
+    graph: Any
+    with without_mask(model, forward), modules():
+        graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
     seconds = []
     for _ in range(repeats if graph is not None else 0):
         started = synchronized_time(model.device)

@@ -71,11 +71,6 @@ class GenerateBenchOptions(WholeModelOptions):
         description="how compressed rows make tokens: steps captured as CUDA graphs, the same not captured, or one "
         "forward pass each; auto: graphs on a GPU with kernels, else passes",
     )
-    compile: bool = Field(
-        default=False,
-        description="compile the model's layers around their attention with torch.compile for decode steps, those of "
-        "fp16 too where that is faster",
-    )
     fill_prompt: bool = Field(
         default=False,
         description="fill the cache between the prompt's first and last chunk with random keys and values; the "
@@ -87,8 +82,6 @@ class GenerateBenchOptions(WholeModelOptions):
         super().check()
         parse_batches(self.batches)
         parse_size(self.memory_budget)
-        if self.decode == "passes" and self.compile:
-            raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
 class MemoryOptions(WholeModelOptions):
@@ -119,7 +112,6 @@ def prepare_generate(
     """Rows of fp16 and of methods, timed; `make` a `ModelBench` that times more, from the same arguments."""
     import torch
 
-    from kvcli.attention.compiled import BACKEND
     from kvcli.bench.model_bench import ModelBench
     from kvcli.plan.budget import check_budget, need_gpu
 
@@ -145,7 +137,6 @@ def prepare_generate(
         prefill_chunk=chunk,
         fill_middle=filled,
         mode=None if options.decode == "auto" else options.decode,
-        backend=BACKEND if options.compile else None,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8

@@ -31,7 +31,6 @@ from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 
-COMPILED = ", compiled"
 """Said of how tokens were generated where layers were compiled."""
 
 _SHORTEST_CHUNK = 16
@@ -124,7 +123,6 @@ def run_model(
     *,
     fill_middle: bool = False,
     mode: Mode | None = None,
-    backend: str | None = None,
 ) -> ModelRun:
     """Reads a prompt and continues it greedily: `Session.generate`, or transformers' own passes.
 
@@ -138,7 +136,6 @@ def run_model(
             the cache is filled with random keys and values between them; the times of the prompt and of the first
             token then mean nothing.
         mode: of `Session.generate`, with a compressed cache.
-        backend: of `torch.compile`, which compiles the layers for its steps; None: they run as they are.
     """
     device = ids.device
     gpu = device.type == "cuda"
@@ -174,10 +171,9 @@ def run_model(
             on_prefill=lambda count: read.append(synchronized_time(device)),
             on_tokens=clock,
             mode=mode,
-            compile_layers=backend or False,
         )
         ended, prefilled, first = synchronized_time(device), read[-1], clock.first
-        how, note = generated.mode + COMPILED * generated.compiled, generated.note
+        how, note = generated.mode, generated.note
         steady = clock.steady(generated.mode != "passes")
     return ModelRun(
         prefill_s=prefilled - started,

@@ -104,7 +104,7 @@ class ModelBench:
         impl: as in `kvcli.attach`.
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
-        prefill_chunk, fill_middle, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
+        prefill_chunk, fill_middle, mode: as in `run_model`.
     """
 
     model: Any
@@ -116,7 +116,6 @@ class ModelBench:
     prefill_chunk: int | None = None
     fill_middle: bool = False
     mode: Mode | None = None
-    backend: str | None = None
 
     @cached_property
     def check(self) -> KernelCheck:
@@ -199,7 +198,7 @@ class ModelBench:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(new_tokens))
             if case.is_baseline and not self.check.spec.other_layers:  # a cache of fixed length has full attention only
-                runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens, self.backend)
+                runs = with_fixed_length(self.model, runs, row.batch, row.context, new_tokens)
         return row, runs
 
     def _memory(self, case: MethodChoice, row: Row) -> Row:
@@ -242,12 +241,5 @@ class ModelBench:
     def _run(self, session: Session | None, batch: int, context: int, new_tokens: int) -> ModelRun:
         ids = random_prompt(self.model, batch, context, self.seed)
         return run_model(
-            self.model,
-            session,
-            ids,
-            new_tokens,
-            self.prefill_chunk,
-            fill_middle=self.fill_middle,
-            mode=self.mode,
-            backend=self.backend,
+            self.model, session, ids, new_tokens, self.prefill_chunk, fill_middle=self.fill_middle, mode=self.mode
         )

@@ -20,7 +20,7 @@ from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
-from kvcli.cache.others import EndOfPass, fill, states_of, take_states
+from kvcli.cache.others import EndOfPass, can_be_still, fill, states_of, take_states, windows_are_full
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
@@ -31,7 +31,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.layer import untraced
 from kvcli.seam.patch import Seam
-from kvcli.spec import ModelSpec
+from kvcli.spec import ModelSpec, layer_kinds
 
 
 @dataclass(frozen=True)
@@ -195,16 +195,23 @@ class CompressedCache(Cache):
         """Windows and codes of the compressed layers, once they hold a token."""
         return [layer.store for layer in self.compressed if layer.store is not None]
 
-    @property
-    def step_obstacle(self) -> str | None:
-        """Why decoding cannot keep its counts on the device (`kvcli.cache.step`); None if it can."""
-        if self.spec.other_layers:
-            return "layers of other kinds than full attention cannot take part in steps; choose passes"
+    def step_obstacle(self, width: int = 1) -> str | None:
+        """Why passes of so many tokens cannot count on the device (`kvcli.cache.step`); None if they can."""
+        if self.spec.other_layers and width > 1:
+            return "layers of other kinds than full attention take part in steps of one token; choose passes"
+        kinds = layer_kinds(self._seam.model.config.get_text_config(decoder=True))
+        if not can_be_still(self.other_layers) or "chunked_attention" in kinds:
+            return "layers whose states grow, or start anew, cannot take part in steps; choose passes"
         if len(self._seam.devices) > 1:
             return "layers on several devices cannot take part in steps; choose passes"
         if self.sequences.rope.switch is not None:
             return "rotations that depend on the length of a text cannot take part in steps; choose passes"
         return None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether steps can follow: every row holds codes, and windows of other layers are full."""
+        return self.sequences.counts.all_have_codes and windows_are_full(self.other_layers, self.sequences.lengths)
 
     def __bool__(self) -> bool:
         """Whether it holds tokens: `generate` of Phi-3 drops one that does where the prompt is longer."""

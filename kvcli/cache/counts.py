@@ -225,6 +225,11 @@ class TokenCounts:
         return HostCounts(before, self.lengths, *coded, attended, layout, keys, values, self.attended, self.layout)
 
     @property
+    def all_have_codes(self) -> bool:
+        """Whether every row holds codes, so that passes can be steps (`kvcli.cache.step`)."""
+        return min(*self.attended, *self.keys.coded) > 0
+
+    @property
     def state(self) -> tuple[Counts, Counts, Counts, Counts]:
         """All counts, to return to if passes are taken back that moved no codes."""
         return self.lengths, self.keys.coded, self.values.coded, self.attended

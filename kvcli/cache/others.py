@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import DynamicLayer
 
 from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
@@ -84,6 +85,58 @@ def make_writable(layers: Sequence[Any]) -> None:
     for layer in layers:
         if any(isinstance(x, Tensor) and x.is_inference() for _, x in _values(layer)):
             layer.__dict__ |= tree_map_only(Tensor, torch.clone, vars(layer))
+
+
+def can_be_still(layers: Sequence[Any]) -> bool:
+    """Whether what layers hold has the same size after every token, once their windows are full."""
+    return not any(isinstance(layer, DynamicLayer) and not hasattr(layer, "sliding_window") for layer in layers)
+
+
+def windows_are_full(layers: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether every row has as many tokens, without padding, as each layer's window holds beside a new one."""
+    windows = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+    longest = max((layer.sliding_window for layer in windows), default=0)
+    return min(lengths) >= longest and all(x.keys.shape[2] == x.sliding_window - 1 for x in windows if x.is_initialized)
+
+
+class StillStates:
+    """States that stay in the same memory from pass to pass, so that a pass which is a CUDA graph goes on from them.
+
+    What a pass does to numbers, which only the host reads, it does to them every time.
+
+    Args:
+        layers: of transformers' own, for which `can_be_still` and `windows_are_full` hold.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        places = [(holder, name, value) for layer in layers for holder, name, value in _places(layer)]
+        self._tensors = [(x, name, y.contiguous()) for x, name, y in places if isinstance(y, Tensor) and y.dim()]
+        self._numbers = [(x, name, y) for x, name, y in places if type(y) is int]
+        self._steps = [0] * len(self._numbers)
+        self._put_back()
+
+    def settle(self) -> None:
+        """After a pass, or as its last part: moves what it made to where it was before."""
+        for holder, name, still in self._tensors:
+            if (made := holder[name]) is not still:
+                still.copy_(made)
+        self._steps = [holder[name] - before for holder, name, before in self._numbers]
+        self._put_back()
+
+    def advance(self) -> None:
+        """After a pass, or its replay: counts its tokens, and forgets what a capture that failed has left."""
+        self._numbers = [(x, name, y + step) for (x, name, y), step in zip(self._numbers, self._steps, strict=True)]
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for holder, name, value in (*self._tensors, *self._numbers):
+            holder[name] = value
+
+
+def _places(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor | int | None]]:
+    """The places of a layer's tensors, numbers and flags, also those in its dicts: a dict and a key of it."""
+    for holder in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
+        yield from ((holder, name, x) for name, x in holder.items() if isinstance(x, Tensor | int))
 
 
 def _values(layer: Any) -> Iterator[tuple[str, Tensor | int]]:

@@ -41,7 +41,6 @@ class GenerateOptions(SamplingOptions):
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
         "auto", description="decode by CUDA graphs of steps, steps or ordinary passes; auto: graphs on a GPU"
     )
-    compile: bool = Field(False, description="torch.compile decode steps: a minute at first, pays for long answers")
     stats: bool = Field(False, description="print time, rate and cache memory")
 
     @model_validator(mode="after")
@@ -50,8 +49,6 @@ class GenerateOptions(SamplingOptions):
             raise ValueError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
         if self.context is not None and self.reuse:
             raise ValueError("--context names what is gone on from, --reuse looks for it; give one of them")
-        if self.compile and self.decode == "passes":
-            raise ValueError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
         return self
 
 
@@ -91,7 +88,6 @@ def run(options: GenerateOptions, output: Output) -> None:
             cache=cache,
             mode=None if options.decode == "auto" else options.decode,
             prefill_chunk=options.prefill_chunk,
-            compile_layers=options.compile,
         )
         method = method_name(session.method.name, dict(session.config))
     output.write("\n")

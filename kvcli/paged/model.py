@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, NamedTuple, Self
 
@@ -153,6 +153,7 @@ class PagedModel:
         ]
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.captured: CapturedPasses | None = None
+        self._modules: Callable[[], AbstractContextManager[None]] = nullcontext
         self._batches: dict[tuple[bool, int], Batch] = {}
         self._cache = Cache(layers=[_PagedLayer(layer) for layer in self._seam.attention.layers])
 
@@ -166,6 +167,7 @@ class PagedModel:
         self._seam.open()
         try:
             self._check_requests_are_apart()
+            self._modules = self.session.fused_modules()
             if self.device.type == "cuda" and self.session.backend.impl == "fused":
                 graphs = Graphs(self.device, True, MOST_GRAPHS)
                 self.captured = CapturedPasses(self.capturable, self.page_size, self.num_rings, graphs)
@@ -227,7 +229,8 @@ class PagedModel:
     def capturable(self, inputs: PassInputs) -> Tensor:
         """Logits [requests, vocab_size] of a pass with as many new tokens of each request."""
         # transformers takes a mask of four axes as it is; without one it makes one while a graph is captured
-        return self._logits(inputs, self.num_pages, attention_mask=self._mask)
+        with self._modules():
+            return self._logits(inputs, self.num_pages, attention_mask=self._mask)
 
     def _logits(self, inputs: PassInputs, null_page: int | None, **others: Tensor) -> Tensor:
         spec, length = self.session.spec, inputs.block_table.shape[1] * self.page_size

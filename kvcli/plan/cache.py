@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvcli.artifact.choice import MethodChoice
-from kvcli.attention.decoder import can_step
+from kvcli.attention.decoder import LEAST_STEPS
 from kvcli.attention.steps import step_capacity
 from kvcli.cache.compressed import MemoryReport
 from kvcli.cache.counts import Counts, TokenCounts
@@ -119,7 +119,8 @@ class CachePlan:
         ready = 0
         for count in [min(size, prompt_tokens - start) for start in range(0, prompt_tokens, size)] + [1] * passes:
             rest = prompt_tokens + passes - sum(counts.lengths)
-            if steps and rest <= passes and (ready or can_step(counts, rest)) and max(counts.attended) >= ready:
+            stepping = steps and rest <= passes and (ready or (rest >= LEAST_STEPS and counts.all_have_codes))
+            if stepping and max(counts.attended) >= ready:
                 ready = step_capacity(counts, rest)
                 room = ready + counts.layout.ring
                 buffers.reserve(counts, room, room)

@@ -230,8 +230,7 @@ def _group(row: Row) -> dict[str, Any]:
         return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in IGNORED_OPTIONS}}
     how = find_suite(row["suite"]).side_by_side
     batch = row["batch"] if how and how.field == "context" else None
-    compiled = (row.get("options") or {}).get("compile")
-    return {**of, "weights": row.get("weights"), "on": machine(row), "batch": batch, "compile": compiled}
+    return {**of, "weights": row.get("weights"), "on": machine(row), "batch": batch}
 
 
 def _title(kind: Row, kinds: Records) -> str:

@@ -298,6 +298,8 @@ def _attention(
     if dropout:
         raise ModelError("attention dropout is not applied while a model is attached; call model.eval()")
     if layer is None:
+        if attention_mask is not None and attention_mask.shape[3] == 1 < key.shape[2]:  # of a step: all are visible
+            attention_mask = None
         kwargs.update(scaling=scaling, dropout=dropout, position_ids=position_ids)
         output: tuple[Tensor, Tensor | None] = own_attention(
             module, seam.attention.implementation, query, key, value, attention_mask, **kwargs

@@ -75,7 +75,7 @@ class Generation:
         memory: of the cache at the end.
         reused_tokens: prompt tokens that the cache had before.
         graph_bytes: memory that captured CUDA graphs took while tokens were made.
-        note: why steps were not captured or not compiled; None if there is nothing to say.
+        note: why steps were not captured; None if there is nothing to say.
     """
 
     text: str
@@ -104,7 +104,6 @@ def generate_text(
     cache: CompressedCache | None = None,
     mode: Mode | None = None,
     prefill_chunk: int | None = None,
-    compile_layers: bool | str = False,
 ) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
 
@@ -115,7 +114,7 @@ def generate_text(
         ids: prompt, int64 [1, time].
         write: called with pieces of text as they are finished.
         cache: whose tokens are the first of the prompt; default: a new one.
-        mode, prefill_chunk, compile_layers: see `Session.generate`.
+        mode, prefill_chunk: see `Session.generate`.
     """
     detokenizer = Detokenizer(loaded.tokenizer, ids[0].tolist())
     pieces, times = list[str](), list[float]()
@@ -140,7 +139,6 @@ def generate_text(
             eos_token_id=loaded.end_tokens,
             prefill_chunk=prefill_chunk,
             mode=mode,
-            compile_layers=compile_layers,
             on_tokens=take,
         )
         show(detokenizer.end())

@@ -140,23 +140,26 @@ def test_windows_with_decoded_tokens(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("batch", "length", "head_dim", "sinks", "first", "padded"),
+    ("batch", "length", "head_dim", "rotary_dim", "sinks", "first", "padded"),
     [
-        (1, 1, 64, 0, 0, False),
-        (2, 65, 128, 0, 0, False),
-        (3, 33, 80, 4, 2, False),
-        (20, 1, 64, 4, 150, False),
-        (20, 1, 64, 3, 150, True),
-        (3, 33, 80, 3, 150, True),
-        (2, 65, 128, 3, 150, True),
+        (1, 1, 64, 64, 0, 0, False),
+        (2, 65, 128, 128, 0, 0, False),
+        (3, 33, 80, 80, 4, 2, False),
+        (3, 33, 80, 24, 4, 2, False),
+        (20, 1, 64, 64, 4, 150, False),
+        (20, 1, 64, 64, 3, 150, True),
+        (20, 1, 64, 16, 3, 150, True),
+        (3, 33, 80, 80, 3, 150, True),
+        (2, 65, 128, 128, 3, 150, True),
+        (2, 65, 128, 0, 3, 150, True),
     ],
 )
 def test_new_tokens_are_rotated_and_appended(
-    batch: int, length: int, head_dim: int, dtype: torch.dtype, sinks: int, first: int, padded: bool
+    batch: int, length: int, head_dim: int, rotary_dim: int, dtype: torch.dtype, sinks: int, first: int, padded: bool
 ) -> None:
     torch.manual_seed(0)
     positions = torch.randint(0, 500, (batch, length), device=DEVICE)
-    rotation = Rope(Rotary(head_dim)).rotation(positions, dtype)
+    rotation = Rope(Rotary(rotary_dim)).rotation(positions, dtype)
     query, key, value = (
         torch.randn(batch, length, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) for heads in (6, 2, 2)
     )

@@ -113,7 +113,7 @@ def test_steps_make_the_tokens_of_transformers(
 
 @pytest.mark.kernels
 def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_LEAST_STEPS", 1)
+    monkeypatch.setattr(decoder, "LEAST_STEPS", 1)
     ids, mask = prompts(2, 40, padded=True)
     model = make_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     with attached("kivi", "fused", model, group_size=16, residual_length=16) as session:

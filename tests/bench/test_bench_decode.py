@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benched import SMALL, bench_of, prompt, records, session_of
+from passes import padded
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -19,7 +20,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench import fixed_length
 from kvcli.bench import model as bench_model
-from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step, with_fixed_length
+from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step, ways_of_modules, with_fixed_length
 from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
 from kvcli.bench.model_bench import ModelBench, memory_figures, time_figures, with_ceiling, with_ratios
 from kvcli.bench.suite import Row
@@ -181,6 +182,8 @@ def test_a_captured_step_is_replayed_as_often_as_tokens_are_made(model: Any, mon
 
 
 def test_the_baseline_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_length, "ways_of_modules", lambda model: [(FIXED_LENGTH, nullcontext)])
+
     def runs_with(*replays: Any) -> list[ModelRun]:
         monkeypatch.setattr(fixed_length, "replay_step", lambda *_: (*replays,))
         return with_fixed_length(ON_GPU, RUNS, 2, 20, 11)
@@ -195,6 +198,20 @@ def test_the_baseline_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fixed_length, "attempt", lambda call: None)  # out of memory
     (note,) = {run.note for run in with_fixed_length(ON_GPU, RUNS, 2, 20, 11)}
     assert note == "a cache of fixed length does not fit beside the model"
+
+
+@torch.inference_mode()
+def test_the_baseline_may_run_the_kernels_that_methods_have(model: Any) -> None:
+    """What stands in for modules computes the same step."""
+    pytest.importorskip("triton")
+    tokens = []
+    for _, modules in ways_of_modules(model):
+        cache = DynamicCache(config=model.config)
+        model(padded(6, 6)["input_ids"], **with_cache(cache))
+        with modules():
+            tokens.append(model(torch.tensor([[5], [6]]), **with_cache(cache)).logits)
+    assert len(tokens) == 2
+    assert torch.allclose(*tokens, atol=1e-5)
 
 
 def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any) -> None:

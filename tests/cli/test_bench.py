@@ -195,7 +195,6 @@ WRONG = {
     f"--contexts {HUGE}": "--contexts: Input should be less than or equal to 2147483647",
     f"--batches {HUGE}": "numbers from 1 to 2147483647",
     "--suite generate --random-weights tiny --decode graphs": "CUDA graphs need a GPU",
-    "--suite generate --random-weights tiny --decode passes --compile": "graphs or steps",
     "--method kivi-2 --setting group_size=48": "kivi: settings: residual_length 128 must be",
     "some-model": "runs no model",
     "some-model --suite generate --random-weights tiny": "not both",

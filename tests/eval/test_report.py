@@ -256,13 +256,6 @@ def test_other_text_is_another_table_and_other_tokens_are_said() -> None:
     assert "not all measured" not in " ".join(second.notes)
 
 
-def test_compiled_layers_are_another_table_whose_title_says_so(repo_root: Path) -> None:
-    files = [repo_root / "docs" / "results" / f"{name}-h100.jsonl" for name in ("compiled", "generate")]
-    made = sections([row for file in files for row in read(file)])
-    assert [x.title for x in made] == ["generate: llama-3.1-8b, compile", "generate: llama-3.1-8b"]
-    assert ["several runs" in " ".join(x.notes) for x in made] == [False, True]
-
-
 def test_other_weights_of_one_name_are_said() -> None:
     (same,) = sections(points((2, 0.1)) + points((3, 0.1)))
     (other,) = sections(points((2, 0.1)) + points((3, 0.1), fingerprint="00:003c0040"))

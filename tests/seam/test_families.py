@@ -91,11 +91,32 @@ def test_kernels_cap_scores_and_share_them_with_sinks(family: str, method: str) 
             assert (fused - other).abs().max() <= 2e-3 * other.abs().max()
 
 
-def test_hybrids_are_decoded_in_passes_and_steps_are_refused() -> None:
-    model = model_of("gemma3_text")
-    with kvcli.attach(model, "fp16", **WINDOW) as session:
-        made = session.generate(**padded(30, 19), sampling=kvcli.SamplingConfig(4))
-        assert made.cache.step_obstacle is not None
-        for asked in ({"mode": "steps"}, {"compile_layers": "eager"}):
-            with pytest.raises(UsageError, match="layers of other kinds than full attention cannot take part in steps"):
-                session.generate(**padded(30, 19), **asked)
+@pytest.mark.parametrize("lengths", [(30, 19), (30, 5)])
+@pytest.mark.parametrize("family", [x for x in HYBRID if x != "llama4_text"])
+@torch.no_grad()
+def test_steps_of_hybrids_make_the_tokens_of_passes(family: str, lengths: tuple[int, int]) -> None:
+    """Also where the window of a row is not full at first, and where rows end at a token of their own."""
+    model = model_of(family)
+    sampling = kvcli.SamplingConfig(40)
+    with kvcli.attach(model, "rtn-4", **WINDOW) as session:
+        free = session.generate(**padded(*lengths), sampling=sampling, eos_token_id=[], mode="passes")
+        stops = free.sequences[:, -8].tolist()
+        for ends in ([], stops):
+            made = {}
+            for mode in ("passes", "steps"):
+                one = session.generate(**padded(*lengths), sampling=sampling, eos_token_id=ends, mode=mode)
+                later = one.sequences[:, -1:]
+                mask = mask_of(*(x + one.sequences.shape[1] - max(lengths) for x in lengths))
+                assert one.mode == mode or ends  # rows may end at once
+                made[mode] = one.sequences, session.model(later, attention_mask=mask, cache=one.cache).logits
+            assert torch.equal(*(made[mode][0] for mode in made))
+            one, two = (made[mode][1] for mode in made)
+            assert (one - two).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_what_cannot_take_part_in_steps_is_refused_by_name() -> None:
+    refused = "layers whose states grow, or start anew, cannot take part in steps"
+    with kvcli.attach(model_of("llama4_text"), "fp16", **WINDOW) as session:
+        with pytest.raises(UsageError, match=refused):
+            session.generate(**padded(30, 19), max_new_tokens=40, mode="steps")
+        assert session.generate(**padded(30, 19), max_new_tokens=20).mode == "passes"

@@ -1,0 +1,194 @@
+"""Kernels of a decode step around attention, one launch each: products with weights, gated products, norms.
+
+For few rows of input, a product takes as long as its weights take to be read. A program takes some rows of the weights
+and all of the input, so that no sum is split; with one row of input, products are added without tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+
+MOST_ROWS = 16
+"""Rows of an input that the products take."""
+
+MOST_WEIGHTS = 3
+"""Weights of one `linear`."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_ONE_ROW = Tiles(
+    hopper={"BLOCK_N": 8, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4},
+    smaller={"BLOCK_N": 8, "BLOCK_K": 512, "STAGES": 3, "num_warps": 4},
+)
+_ROWS = Tiles(
+    hopper={"BLOCK_N": 64, "BLOCK_K": 256, "STAGES": 4, "num_warps": 4},
+    smaller={"BLOCK_N": 32, "BLOCK_K": 256, "STAGES": 3, "num_warps": 4},
+)
+_ONE_ROW_GATED = Tiles(
+    hopper={"BLOCK_N": 4, "BLOCK_K": 1024, "STAGES": 3, "num_warps": 4},
+    smaller={"BLOCK_N": 4, "BLOCK_K": 1024, "STAGES": 3, "num_warps": 4},
+)
+_ROWS_GATED = Tiles(
+    hopper={"BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 3, "num_warps": 4},
+    smaller={"BLOCK_N": 32, "BLOCK_K": 128, "STAGES": 3, "num_warps": 4},
+)
+
+
+@triton.jit
+def _linear_kernel(
+    x, w0, w1, w2, b0, b1, b2, y0, y1, y2, n0, n1, n2, rows, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """y = x w^T + b for three weights [n, K], of which the last may have no rows, and x [rows, K]; sums in float32.
+
+    Grid (sum of ceil(n / BLOCK_N)). ROWS is 1 or `MOST_ROWS`. Tuned on one H200 (torch 2.11, triton 3.6).
+    """
+    pdl_launch_dependents()
+    block = tl.program_id(0)
+    w, b, y, n = w0, b0, y0, n0
+    first, second = tl.cdiv(n0, BLOCK_N), tl.cdiv(n1, BLOCK_N)
+    if block >= first + second:
+        w, b, y, n = w2, b2, y2, n2
+        block -= first + second
+    elif block >= first:
+        w, b, y, n = w1, b1, y1, n1
+        block -= first
+    i, k, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    m_n, m_m = i[:, None] < n, m[None, :] < rows
+    w += i[:, None].to(tl.int64) * K + k[None, :]
+    pdl_wait()
+    if ROWS == 1:
+        parts = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            b_w = tl.load(w + start, mask=m_n & (k[None, :] < K - start), other=0.0).to(tl.float32)
+            parts += b_w * tl.load(x + start + k, mask=k < K - start, other=0.0).to(tl.float32)[None, :]
+        acc = tl.sum(parts, axis=1)[:, None]
+    else:
+        x += m[None, :] * K + k[:, None]
+        acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            b_w = tl.load(w + start, mask=m_n & (k[None, :] < K - start), other=0.0)
+            b_x = tl.load(x + start, mask=m_m & (k[:, None] < K - start), other=0.0)
+            acc = tl.dot(b_w, b_x, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(b + i, mask=i < n, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + m[None, :] * n + i[:, None], acc.to(y.dtype.element_ty), mask=m_n & m_m)
+
+
+@triton.jit
+def _gated_kernel(
+    x, w_gate, w_up, y, n, rows, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """y = act(x w_gate^T) * (x w_up^T) for weights [n, K] and x [rows, K], each rounded as modules of their own do.
+
+    Grid (ceil(n / BLOCK_N)). ROWS as above. SILU: else GELU by tanh. Tuned on one H200 (torch 2.11, triton 3.6).
+    """
+    pdl_launch_dependents()
+    i, k, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    m_n, m_m = i[:, None] < n, m[None, :] < rows
+    w_gate += i[:, None].to(tl.int64) * K + k[None, :]
+    w_up += i[:, None].to(tl.int64) * K + k[None, :]
+    pdl_wait()
+    if ROWS == 1:
+        gates, ups = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            m_w = m_n & (k[None, :] < K - start)
+            b_gate = tl.load(w_gate + start, mask=m_w, other=0.0).to(tl.float32)
+            b_up = tl.load(w_up + start, mask=m_w, other=0.0).to(tl.float32)
+            b_x = tl.load(x + start + k, mask=k < K - start, other=0.0).to(tl.float32)[None, :]
+            gates += b_gate * b_x
+            ups += b_up * b_x
+        gate, up = tl.sum(gates, axis=1)[:, None], tl.sum(ups, axis=1)[:, None]
+    else:
+        x += m[None, :] * K + k[:, None]
+        gate, up = tl.zeros((BLOCK_N, ROWS), tl.float32), tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            m_w = m_n & (k[None, :] < K - start)
+            b_gate, b_up = tl.load(w_gate + start, mask=m_w, other=0.0), tl.load(w_up + start, mask=m_w, other=0.0)
+            b_x = tl.load(x + start, mask=m_m & (k[:, None] < K - start), other=0.0)
+            gate = tl.dot(b_gate, b_x, gate, input_precision="ieee")
+            up = tl.dot(b_up, b_x, up, input_precision="ieee")
+    gate = gate.to(y.dtype.element_ty).to(tl.float32)
+    inner = gate if SILU else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    small = tl.exp(-tl.abs(inner))  # which does not overflow
+    gate = (gate * tl.where(inner < 0, small, 1.0) / (1 + small)).to(y.dtype.element_ty).to(tl.float32)
+    up = up.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + m[None, :] * n + i[:, None], (gate * up).to(y.dtype.element_ty), mask=m_n & m_m)
+
+
+@triton.jit
+def _rms_norm_kernel(x, w, y, n, eps, BLOCK: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr):
+    """y = x / sqrt(mean(x^2) + eps) * (OFFSET + w) for rows of x [rows, n], in float32; LATE: w after rounding.
+
+    Grid (rows). Tuned on one H200 (torch 2.11, triton 3.6).
+    """
+    pdl_launch_dependents()
+    i = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * n + i
+    b_w = tl.load(w + i, mask=i < n, other=0.0).to(tl.float32) + OFFSET
+    pdl_wait()
+    b_x = tl.load(x + at, mask=i < n, other=0.0).to(tl.float32)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x) / n + eps)
+    if LATE:
+        b_x = b_x.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + at, (b_x * b_w).to(y.dtype.element_ty), mask=i < n)
+
+
+def _tile(x: Tensor, tiles: Tiles) -> dict[str, int]:
+    """The tile for an input, of as many bytes in float32 as in 16 bits."""
+    tile = tiles.on(x.device)
+    return {**tile, "BLOCK_K": tile["BLOCK_K"] * 2 // x.element_size()}
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Products of x [..., K], at most `MOST_ROWS` rows, with one to three weights [n, K], in one launch.
+
+    Args:
+        biases: [n] for every weight or for none.
+
+    Returns:
+        [..., n] for each weight, in x's dtype.
+    """
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    outputs = [x.new_empty(*x.shape[:-1], len(w)) for w in weights]
+    options = _tile(x, _ONE_ROW if rows == 1 else _ROWS)
+    rest, sizes = MOST_WEIGHTS - len(weights), [len(w) for w in weights]
+    padded = [[*tensors, *[tensors[0]] * rest] for tensors in (weights, outputs)]
+    given = [b if b is not None else x for b in (*biases, *[None] * rest)]
+    _linear_kernel[(sum(cdiv(n, options["BLOCK_N"]) for n in sizes),)](
+        x, *padded[0], *given, *padded[1], *sizes, *[0] * rest, rows, width,
+        ROWS=1 if rows == 1 else MOST_ROWS, BIAS=biases[0] is not None, **options, **pdl_launch_options(),
+    )  # fmt: skip
+    return outputs
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """act(x gate^T) * (x up^T): [..., n] of x [..., K], at most `MOST_ROWS` rows, and weights [n, K]."""
+    rows, n = x.numel() // x.shape[-1], len(gate)
+    output = x.new_empty(*x.shape[:-1], n)
+    options = _tile(x, _ONE_ROW_GATED if rows == 1 else _ROWS_GATED)
+    _gated_kernel[(cdiv(n, options["BLOCK_N"]),)](
+        x, gate, up, output, n, rows, x.shape[-1],
+        ROWS=1 if rows == 1 else MOST_ROWS, SILU=activation == "silu", **options, **pdl_launch_options(),
+    )  # fmt: skip
+    return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, late: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) of the last axis, in float32; `late`: rounded before the weight."""
+    output, n = torch.empty_like(x), x.shape[-1]
+    _rms_norm_kernel[(x.numel() // n,)](
+        x, weight, output, n, eps, BLOCK=power_of_two(n), OFFSET=offset, LATE=late,
+        num_warps=8 if n > 1024 else 4 if n > 256 else 1, **pdl_launch_options(),
+    )  # fmt: skip
+    return output

@@ -1,0 +1,148 @@
+"""Modules around attention run by kernels of few launches, in decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import make
+from parts import DEVICE
+from passes import padded
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+import kvcli
+
+pytest.importorskip("triton")
+from kvcli.attention import fused_modules
+from kvcli.attention.fused_modules import FusedModules
+from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
+
+pytestmark = pytest.mark.kernels
+DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE == "cuda")]  # the interpreter rounds otherwise
+ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def near(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    assert (ours.float() - theirs.float()).abs().max() <= ERRORS[ours.dtype] * theirs.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (5, 3), (MOST_ROWS,)])
+def test_products_are_those_of_float32(rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Sizes that no tile divides, one to three weights, with biases and without."""
+    for width, sizes in ((48, (7,)), (1040, (70, 1, 33)), (4096, (16, 130))):
+        x = random(*rows, width, dtype=dtype)
+        weights = [random(n, width, dtype=dtype, seed=n) for n in sizes]
+        for biases in ([None] * len(sizes), [random(n, dtype=dtype, seed=n + 1) for n in sizes]):
+            for ours, weight, bias in zip(linear(x, weights, biases), weights, biases, strict=True):
+                near(ours, torch_linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gated_products_round_as_modules_of_their_own(rows: int, dtype: torch.dtype) -> None:
+    for width, n in ((48, 7), (1040, 150)):
+        x, gate, up = (
+            random(*shape, dtype=dtype, seed=len(shape) * n) for shape in ((rows, width), (n, width), (n, width))
+        )
+        for name, act in (("silu", silu), ("gelu_tanh", lambda y: gelu(y, approximate="tanh"))):
+            near(gated(x, gate / 8, up / 8, name), act(torch_linear(x, gate / 8)) * torch_linear(x, up / 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_round_before_their_weight_or_after(dtype: torch.dtype) -> None:
+    for shape in ((3, 1, 64), (1, 1000), (2, 5, 4096)):
+        x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+        unit = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        near(rms_norm(x, weight, 1e-5, late=True), unit.to(dtype) * weight)
+        near(rms_norm(x, weight, 1e-5, offset=1.0), (unit * (1 + weight.float())).to(dtype))
+
+
+def shaken(family: str) -> Any:
+    """A tiny model whose norms and biases are not those that every model has."""
+    model = make(family, vocab_size=300).to(DEVICE)
+    for name, x in model.named_parameters():
+        if x.dim() == 1:
+            x.data.add_(random(*x.shape, dtype=x.dtype, seed=len(name)) / 4)
+    return model
+
+
+KINDS = {  # family: what kernels stand in for
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "Linear"}, "qwen2": {"Qwen2RMSNorm", "Qwen2MLP", "Linear"},
+    "gemma2": {"Gemma2RMSNorm", "Gemma2MLP", "Linear"}, "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Linear"},
+    "phi3": {"Phi3RMSNorm", "Linear"}, "gpt2": set(), "nemotron": {"Linear"},
+    "olmo_hybrid": {"OlmoHybridRMSNorm", "OlmoHybridMLP", "Linear"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", KINDS)
+@torch.no_grad()
+def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
+    model = shaken(family)
+    fused, tokens = FusedModules(model), padded(5, 5, device=DEVICE)["input_ids"]
+    assert {type(module).__name__ for module in fused.modules} == KINDS[family]
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    for ids in (tokens[:1, :1], tokens[:, :3], tokens.repeat(8, 1)):  # the last are too many rows
+        expected = model(ids).logits
+        with fused.active():
+            near(model(ids).logits, expected)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+@torch.no_grad()
+def test_each_kind_is_launched_once_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for name in ("linear", "gated", "rms_norm"):
+        own = getattr(fused_modules, name)
+        monkeypatch.setattr(
+            fused_modules, name, lambda *x, own=own, **kw: launched.append(own.__name__) or own(*x, **kw)
+        )
+    fused = FusedModules(shaken("llama"))
+    for rows, expected in ((1, {"linear", "gated", "rms_norm"}), (MOST_ROWS + 1, set())):
+        launched.clear()
+        fused.launch(rows)
+        assert set(launched) == expected
+        assert len(launched) < 8
+
+
+@torch.no_grad()
+def test_what_computes_something_else_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that scales twice, an MLP with another activation, a projection of a class of its own or with a hook."""
+    model: Any = shaken("llama")
+    first, second, third, _ = model.model.layers
+    norm, mlp = type(first.input_layernorm), type(first.mlp)
+    monkeypatch.setattr(norm, "forward", lambda self, x: 2 * self.weight * torch_rms_norm(x, x.shape[-1:], None, 1e-5))
+    monkeypatch.setattr(mlp, "forward", lambda self, x: self.down_proj(relu(self.gate_proj(x)) * self.up_proj(x)))
+    second.self_attn.q_proj = type("Quantized", (nn.Linear,), {})(64, 64, bias=False).to(DEVICE)
+    third.self_attn.k_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    taken = set(FusedModules(model).modules)
+    assert not any(type(module) in (norm, mlp) for module in taken)
+    assert {first.self_attn.q_proj, first.mlp.gate_proj, second.self_attn.k_proj, third.self_attn.q_proj} <= taken
+    assert not {second.self_attn.q_proj, third.self_attn.k_proj} & taken
+    ids = padded(3, device=DEVICE)["input_ids"]
+    expected = model(ids).logits
+    with FusedModules(model).active():
+        near(model(ids).logits, expected)
+
+
+def test_steps_run_them_and_passes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = make("llama", num_hidden_layers=1).to(DEVICE), []
+    monkeypatch.setattr(fused_modules, "rms_norm", lambda x, *rest, **kw: calls.append(1) or rms_norm(x, *rest, **kw))
+    with kvcli.attach(model, "kivi-2", impl="fused", group_size=16, residual_length=16, sink_length=2) as session:
+        made = {}
+        for mode in ("passes", "steps"):
+            calls.clear()
+            made[mode] = session.generate(
+                **padded(30, 19, device=DEVICE), max_new_tokens=18, eos_token_id=[], mode=mode
+            )
+            assert bool(calls) == (mode == "steps")
+    assert torch.equal(*(x.sequences for x in made.values()))
