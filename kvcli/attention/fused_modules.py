@@ -7,9 +7,9 @@ one whose result it gives, up to rounding, for random input. Everything else run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, get_args
 
 import torch
@@ -33,14 +33,16 @@ class FusedModules:
     """The modules of a model that have kernels; they run them inside `active` blocks.
 
     Args:
-        model: on one kind of device, where Triton's kernels run.
+        model: on one device, where Triton's kernels run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: dict[nn.Module, partial[Any]] = {}
         self._verdicts: dict[Any, dict[str, Any] | None] = {}
-        for layer in decoder_layers(model):
-            for module in layer.modules():
+        layers = decoder_layers(model)
+        self._device = next(layers[0].parameters()).device
+        with self._on_device():
+            for module in chain.from_iterable(layer.modules() for layer in layers):
                 self._take(module)
 
     @property
@@ -54,10 +56,15 @@ class FusedModules:
         for module, forward in self._forwards.items():
             module.forward = forward
         try:
-            yield
+            with self._on_device():
+                yield
         finally:
             for module in self._forwards:
                 del module.forward
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current GPU, whatever its arguments are on."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def launch(self, rows: int) -> None:
         """Launches the kernels of one module of each kind on zeros, where they take so many rows."""
