@@ -76,7 +76,7 @@ class Storm:
     def ask(self, prompt: str, sampling: dict[str, Any], count: int = 12) -> tuple[list[str], int]:
         """Texts, and how many tokens of the prompt were cached; asked again where the server was killed."""
         while True:
-            with suppress(openai.APIConnectionError):
+            with suppress(openai.APIConnectionError, RuntimeError):  # of a client that was closed with its server
                 done = self.client.completions.create(
                     model=str(self.folder), prompt=prompt, max_tokens=count, **sampling
                 )
@@ -86,7 +86,7 @@ class Storm:
     def leave(self, prompt: str) -> None:
         """Asks, and goes away after the first token."""
         with (
-            suppress(openai.APIConnectionError),
+            suppress(openai.APIConnectionError, RuntimeError),
             self.client.completions.create(
                 model=str(self.folder), prompt=prompt, max_tokens=500, stream=True
             ) as stream,
