@@ -10,6 +10,7 @@ BENCH = {
     "generate": "research.libraries:GENERATE",
     "startup": "research.startup:SUITE",
     "chunks": "research.chunks:SUITE",
+    "step": "research.step:SUITE",
 }
 
 

@@ -106,11 +106,12 @@ def replay_step(
     modules: Callable[[], AbstractContextManager[None]] = nullcontext,
     dtype: torch.dtype | None = None,
     plan: Callable[[Tensor, Tensor], Callable[..., Any]] | None = None,
+    on_graph: Callable[[Any], object] = lambda graph: None,
 ) -> tuple[list[float], int, str | None]:
     """Captures a greedy step of a detached model after `context` random tokens; replays series of `steps` steps.
 
-    Keys and values are in the dtype of the model, or another one. The step attends with SDPA, or with the attention
-    function that `plan` makes for a query [batch, num_heads, 1, head_dim] and keys like these.
+    Keys and values are in the dtype of the model, or another one. The step attends with SDPA, or with the function that
+    `plan` makes for a query [batch, num_heads, 1, head_dim] and keys like these. `on_graph` is given the graph.
 
     Returns:
         Seconds of each series of steps, bytes of the cache, and why there are no series.
@@ -128,6 +129,8 @@ def replay_step(
     with without_mask(model, forward), modules():
         graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
     seconds = []
+    if graph is not None:
+        on_graph(graph)
     for _ in range(repeats if graph is not None else 0):
         started = synchronized_time(model.device)
         for _ in range(steps):
