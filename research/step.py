@@ -72,7 +72,8 @@ def profiled(replay: Any) -> list[tuple[str, float, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()
         torch.cuda.synchronize()
-    return [(x.name, x.time_range.start, x.time_range.end) for x in profile.events()]
+    on_gpu = [x for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return [(x.name, x.time_range.start, x.time_range.end) for x in on_gpu]
 
 
 @contextmanager

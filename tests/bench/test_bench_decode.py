@@ -234,7 +234,8 @@ def test_rows_on_a_gpu(mode: Any) -> None:
     bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, fill_middle=True, mode=mode)
     rows = records(bench.generate([1024], [2], new_tokens=129, repeats=2))
     assert [(row.status, row.note) for row in rows] == [("ok", None)] * 3
-    assert [row.decode for row in rows] == [FIXED_LENGTH, *[mode or "graphs"] * 2]
+    assert rows[0].decode.startswith(FIXED_LENGTH)
+    assert [row.decode for row in rows[1:]] == [mode or "graphs"] * 2
     assert (rows[0].steady_tokens, rows[1].steady_tokens) == (128, 64)
     for row in rows:
         assert 0 < row.ceiling_share < 1
