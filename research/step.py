@@ -69,7 +69,7 @@ def profiled(replay: Any) -> list[tuple[str, float, float]]:
     """Names, starts and ends of the kernels of a call, in microseconds."""
     import torch
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         replay()
         torch.cuda.synchronize()
     on_gpu = [x for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]

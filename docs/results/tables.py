@@ -155,6 +155,15 @@ def _recipe(x: dict[str, Any]) -> list[str]:
 SHOWN = {
     "attention-h100": ("bits", "8K, p50 us", "32K, p50 us", "128K, p50 us", "x SDPA"),
     "generate-h100": ("32K, tok/s", "128K, tok/s", "32K, x tok/s", "128K, x tok/s"),
+    "step-h200": (
+        "8K, ms",
+        "32K, ms",
+        "128K, ms",
+        "8K, launches",
+        "8K, attention us",
+        "128K, attention us",
+        "32K, % of ceiling",
+    ),
     "serve-h200": ("prompt", "clients", "cold s", "hot s", "busy s", "disk s", "hot tokens/s"),
     "quality-smollm2-135m": ("bits K / V", "KL", "95 % interval", "flips %"),
     "quality-qwen2.5-coder-1.5b-essays": ("bits K / V", "KL", "95 % interval", "flips %"),

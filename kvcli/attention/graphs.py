@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,9 +39,10 @@ class Graphs:
             self._graphs[key] = graph
             graph.replay()
             return
-        function()
-        if self.enabled:
-            with torch.cuda.device(self.device):  # whose stream is captured
+        # Triton launches on the current GPU, whose stream is captured
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            function()
+            if self.enabled:
                 self._capture(key, function)
 
     def _capture(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -51,7 +54,8 @@ class Graphs:
         try:
             # graphs run one after another and leave nothing in their own memory, so they share it; other threads, such
             # as one that writes contexts, may wait for the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            stream = _capture_stream(self.device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 function()
         except RuntimeError as error:
             cause: BaseException = error
@@ -68,3 +72,9 @@ class Graphs:
     def clear(self) -> None:
         """Drops the graphs, whose functions are called anew."""
         self._graphs.clear()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """torch's own is of the GPU that was current when the process captured first: elsewhere it captures nothing."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -215,11 +215,10 @@ class Session:
         from kvcli.attention.fused_modules import FusedModules
         from kvcli.attention.warmup import warm_up
 
-        with torch.inference_mode():
-            modules = FusedModules(self.model)
         devices = devices_of_layers(self.model)
         layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self.backends)]
         width = chunk if chunk and chunk < self.backend.prefill_threshold else None
+        modules = FusedModules(self.model)
         return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width, modules.launch)
 
     @torch.inference_mode()
@@ -327,7 +326,6 @@ class Session:
             raise UsageError(obstacle)
         return Chunks(self.model, cache, self.backends, width, left, mode)
 
-    @torch.inference_mode()
     def fused_modules(self) -> Callable[[], AbstractContextManager[None]]:
         """Makes blocks in which modules of the model, as it is now, run kernels; it runs as it is where none run."""
         if self.backend.impl != "fused":

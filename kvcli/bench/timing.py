@@ -118,7 +118,7 @@ def record_graph(call: Call) -> tuple[Any | None, str | None]:
                 call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             call()
         graph.replay()
         torch.cuda.synchronize()

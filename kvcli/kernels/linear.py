@@ -20,15 +20,11 @@ from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wai
 MOST_ROWS = 16
 """Rows of an input that the products take."""
 
-MOST_WEIGHTS = 3
-"""Weights of one `linear`."""
-
 Activation = Literal["silu", "gelu_tanh"]
 
 # BLOCK_N, BLOCK_K in 16 bits and stages of one row and of more; tuned on one H200, torch 2.11, triton 3.6
 _TILES = ((8, 512, 3), (64, 256, 4))
 _GATED_TILES = ((4, 1024, 3), (64, 128, 3))
-_WARPS = 4
 
 
 @triton.jit
@@ -137,7 +133,7 @@ def _tile(x: Tensor, tiles: tuple[tuple[int, int, int], ...]) -> dict[str, int]:
     one_row, less = x.numel() == x.shape[-1], not has_hopper_shared_memory(x.device)
     n, k, stages = tiles[not one_row]
     rows = {"ROWS": 1 if one_row else MOST_ROWS, "BLOCK_N": n >> less, "BLOCK_K": 2 * k // x.element_size()}
-    return {**rows, "STAGES": stages - less, "num_warps": _WARPS}
+    return {**rows, "STAGES": stages - less, "num_warps": 4}
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -152,7 +148,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     outputs = [x.new_empty(*x.shape[:-1], len(w)) for w in weights]
     options = _tile(x, _TILES)
-    rest, sizes = MOST_WEIGHTS - len(weights), [len(w) for w in weights]
+    rest, sizes = 3 - len(weights), [len(w) for w in weights]
     padded = [[*tensors, *[tensors[0]] * rest] for tensors in (weights, outputs)]
     given = [b if b is not None else x for b in (*biases, *[None] * rest)]
     _linear_kernel[(sum(cdiv(n, options["BLOCK_N"]) for n in sizes),)](

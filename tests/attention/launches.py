@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import compiled_kernels
@@ -53,9 +53,13 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     def no_sdpa(query: Any, *others: Any) -> Any:
         return torch.zeros_like(query.transpose(1, 2))
 
+    def taken(self: Any, module: Any, forward: Any, settings: list[Any], weights: Any) -> None:
+        """What kernels have not written cannot be compared."""
+        self._forwards[module] = partial(forward, **settings[0])
+
     JITFunction.run = run
     setattr(layer, "sdpa", no_sdpa)  # noqa: B010
-    setattr(fused_modules, "_error", lambda *_: 0.0)  # noqa: B010
+    fused_modules.FusedModules._try = taken  # type: ignore[method-assign]
     setattr(compiling, "_compile", launch_all)  # noqa: B010
     Ranges.check = lambda self: None  # type: ignore[method-assign]  # what no kernel writes has any value
     steps.Steps.check_ranges = lambda self: None  # type: ignore[method-assign]

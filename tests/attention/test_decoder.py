@@ -112,6 +112,7 @@ def test_steps_make_the_tokens_of_transformers(
 
 
 @pytest.mark.kernels
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
 def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "LEAST_STEPS", 1)
     ids, mask = prompts(2, 40, padded=True)

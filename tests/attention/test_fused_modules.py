@@ -99,7 +99,7 @@ def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
 
 
 @torch.no_grad()
-def test_each_kind_is_launched_once_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     for name in ("linear", "gated", "rms_norm"):
         own = getattr(fused_modules, name)
@@ -107,11 +107,10 @@ def test_each_kind_is_launched_once_ahead(monkeypatch: pytest.MonkeyPatch) -> No
             fused_modules, name, lambda *x, own=own, **kw: launched.append(own.__name__) or own(*x, **kw)
         )
     fused = FusedModules(shaken("llama"))
-    for rows, expected in ((1, {"linear", "gated", "rms_norm"}), (MOST_ROWS + 1, set())):
+    for rows, expected in ((1, {"linear", "gated", "rms_norm"}), (MOST_ROWS + 1, {"rms_norm"})):
         launched.clear()
         fused.launch(rows)
         assert set(launched) == expected
-        assert len(launched) < 8
 
 
 @torch.no_grad()
@@ -132,6 +131,45 @@ def test_what_computes_something_else_runs_as_it_is(monkeypatch: pytest.MonkeyPa
     expected = model(ids).logits
     with FusedModules(model).active():
         near(model(ids).logits, expected)
+
+
+class Act(nn.Module):
+    """An activation as transformers makes them."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize("act", [gelu, lambda x: x * (1.702 * x).sigmoid(), relu])
+def test_activations_that_are_nearly_known_are_another_one(act: Any) -> None:
+    """Rounded to 16 bits, GELU and its approximations agree."""
+    model: Any = shaken("llama").half()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Act(act)
+    assert not {layer.mlp for layer in model.model.layers} & set(FusedModules(model).modules)
+
+
+@torch.no_grad()
+def test_biases_of_later_layers_count() -> None:
+    """Where those of the first layer, in which a kernel is tried, are 0."""
+    model: Any = make("llama", mlp_bias=True, attention_bias=True).to(DEVICE)
+    for name, x in model.named_parameters():
+        if name.endswith("bias"):
+            x.data = random(*x.shape, dtype=x.dtype) * ("layers.0." not in name)
+    ids = padded(3, device=DEVICE)["input_ids"]
+    expected, fused = model(ids).logits, FusedModules(model)
+    with fused.active():
+        near(model(ids).logits, expected)
+
+
+def test_weights_that_are_not_stored_as_their_dtype_says_stay() -> None:
+    """torchao quantizes the weight of a Linear, which says that it is of 16 bits."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model: Any = make("llama", num_hidden_layers=1).bfloat16()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert {type(module).__name__ for module in FusedModules(model).modules} <= {"LlamaRMSNorm"}
 
 
 def test_steps_run_them_and_passes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
