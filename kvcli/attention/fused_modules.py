@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from kvcli.kernels.linear import MOST_ROWS, Activation, gated, linear, rms_norm
+from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
 from kvcli.seam.decoder import decoder_layers
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("q_proj", "k_proj", "v_proj")
 """Projections of one input, in the order in which attention calls them."""
 
-_ACTIVATIONS: dict[Activation, Any] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
+_ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference that is rounding, relative to a module's largest output."""
+
+_ONE_AT_A_TIME = RLock()
+"""Threads may share a model."""
 
 
 class FusedModules:
@@ -37,65 +41,60 @@ class FusedModules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._forwards: dict[nn.Module, partial[Any]] = {}
+        self._kernels: dict[nn.Module, partial[Any]] = {}
         self._verdicts: dict[Any, dict[str, Any] | None] = {}
         layers = decoder_layers(model)
-        self._device, *others = {x.device for x in layers.parameters()}
-        with self._on_device(), torch.no_grad():
-            for module in () if others else layers.modules():
+        self._weight = next(layers.parameters())  # Triton launches on the current GPU, whatever its arguments are on
+        with _ONE_AT_A_TIME, torch.cuda.device_of(self._weight), torch.no_grad():
+            for module in layers.modules() if len({x.device for x in layers.parameters()}) == 1 else ():
                 self._take(module)
 
     @property
     def modules(self) -> list[nn.Module]:
         """Those that have kernels."""
-        return [*self._forwards]
+        return [*self._kernels]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Runs the kernels inside the block, and leaves the modules as they were."""
-        for module, forward in self._forwards.items():
-            module.forward = forward
-        try:
-            with self._on_device():
-                yield
-        finally:
-            for module in self._forwards:
-                del module.forward
+        """Runs the kernels in this thread, inside the block, and leaves the modules as they were."""
+        with _ONE_AT_A_TIME:
+            for module, kernel in self._kernels.items():
+                module.forward = partial(_here, get_ident(), kernel, module.forward)
+            try:
+                with torch.cuda.device_of(self._weight):
+                    yield
+            finally:
+                for module in self._kernels:
+                    del module.forward
 
     def launch(self, rows: int) -> None:
         """Launches all kernels that take so many rows, on zeros."""
         inputs: dict[int, Tensor] = {}
-        for module, forward in self._forwards.items():
+        for module, kernel in self._kernels.items():
             weight = next(module.parameters())
-            forward(inputs.setdefault(weight.shape[-1], weight.new_zeros(rows, 1, weight.shape[-1])))
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current GPU, whatever its arguments are on."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+            kernel(inputs.setdefault(weight.shape[-1], weight.new_zeros(rows, 1, weight.shape[-1])))
 
     def _take(self, module: Any) -> None:
         children, weights = dict(module.named_children()), [*module.parameters()]
         if not _is_plain(module) or not weights or not all(map(_is_stored, weights)):
             return
         if _is_linear(module):
-            self._forwards.setdefault(module, partial(_linear, module, module.forward))
+            self._kernels.setdefault(module, partial(_linear, module))
         elif type(module).__name__.endswith("RMSNorm") and [*module.state_dict()] == ["weight"] and _eps(module):
             settings = [{"offset": offset, "late": late} for offset, late in product((0.0, 1.0), (True, False))]
-            self._try(module, partial(_norm, module, module.forward), settings, weights)
+            self._try(module, partial(_norm, module), settings, weights)
         elif all(_is_linear(children.get(name)) for name in _GATED):
             own, biases = getattr(module, "act_fn", None), [children[name].bias for name in _GATED]
             if own is not None and biases == [None] * 3 and len(weights) == 3:
                 named = [{"activation": name} for name, act in _ACTIVATIONS.items() if _agree(own, act)]
-                self._try(module, partial(_mlp, module, module.forward), named, weights)
+                self._try(module, partial(_mlp, module), named, weights)
         elif all(_is_linear(children.get(name)) for name in _MERGED):
             merged = [children[name] for name in _MERGED]
-            biased = {projection.bias is None for projection in merged}
-            if len({projection.in_features for projection in merged}) == len(biased) == 1:
-                kept: list[Any] = [None, ()]
-                for i, projection in enumerate(merged):
-                    self._forwards[projection] = partial(_one_of, i, merged, kept, projection.forward)
+            if len({(projection.in_features, projection.bias is None) for projection in merged}) == 1:
+                kept: list[Any] = [None]
+                self._kernels |= {projection: partial(_one_of, i, merged, kept) for i, projection in enumerate(merged)}
 
-    def _try(self, module: Any, forward: partial[Any], settings: list[Any], weights: list[Tensor]) -> None:
+    def _try(self, module: Any, kernel: partial[Any], settings: list[Any], weights: list[Tensor]) -> None:
         """Takes the settings with which a kernel gives what the first such module computes, if there are any."""
         plain = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
         key = type(module), *map(type, module.children()), *((x.shape, x.dtype) for x in weights), *plain.items()
@@ -103,11 +102,11 @@ class FusedModules:
             x = torch.randn(1, 2, weights[0].shape[-1], generator=torch.Generator().manual_seed(0)).to(weights[0])
             x[:, 1] *= 1e-3
             expected = module(x).float()
-            errors = [(float((forward(x, **some) - expected).abs().max()), i) for i, some in enumerate(settings)]
+            errors = [(float((kernel(x, **some) - expected).abs().max()), i) for i, some in enumerate(settings)]
             error, best = min(errors, default=(math.inf, 0))
             self._verdicts[key] = settings[best] if error <= _TOLERANCE[x.dtype] * expected.abs().max() else None
         if (found := self._verdicts[key]) is not None:
-            self._forwards[module] = partial(forward, **found)
+            self._kernels[module] = partial(kernel, **found)
 
 
 def _is_stored(weight: Tensor) -> bool:
@@ -131,36 +130,38 @@ def _agree(ours: Any, theirs: Any) -> bool:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the products take an input."""
     return x.dtype == weight.dtype and x.is_contiguous() and x.numel() <= MOST_ROWS * x.shape[-1]
 
 
-def _linear(module: Any, own: Any, x: Tensor) -> Tensor:
-    return linear(x, [module.weight], [module.bias])[0] if _fits(x, module.weight) else own(x)
+def _here(thread: int, kernel: Any, own: Any, x: Tensor) -> Tensor:
+    """What a module's kernel makes of an input, or it itself, if the kernel does not take that or in another thread."""
+    made: Tensor | None = kernel(x) if get_ident() == thread else None
+    return own(x) if made is None else made
 
 
-def _one_of(index: int, merged: list[Any], kept: list[Any], own: Any, x: Tensor) -> Tensor:
+def _linear(module: Any, x: Tensor) -> Tensor | None:
+    return linear(x, [module.weight], [module.bias])[0] if _fits(x, module.weight) else None
+
+
+def _one_of(index: int, merged: list[Any], kept: list[Any], x: Tensor) -> Tensor | None:
     """A product of several with the same input, which are all computed when the first one is asked for."""
     if index == 0 and _fits(x, merged[0].weight):
-        kept[:] = x, linear(x, [m.weight for m in merged], [m.bias for m in merged])
-    if kept[0] is not x:
-        return own(x)
-    output: Tensor = kept[1][index]
-    if index == len(merged) - 1:
-        kept[:] = None, ()
+        kept[0] = x, linear(x, [m.weight for m in merged], [m.bias for m in merged])
+    output: Tensor | None = kept[0][1][index] if kept[0] is not None and kept[0][0] is x else None
+    kept[0] = None if index == len(merged) - 1 else kept[0]
     return output
 
 
-def _mlp(module: Any, own: Any, x: Tensor, activation: Activation) -> Tensor:
+def _mlp(module: Any, x: Tensor, activation: str) -> Tensor | None:
     if not _fits(x, module.gate_proj.weight):
-        return own(x)
+        return None
     inner = gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear(inner, [module.down_proj.weight], [None])[0]
 
 
-def _norm(module: Any, own: Any, x: Tensor, offset: float, late: bool) -> Tensor:
+def _norm(module: Any, x: Tensor, offset: float, late: bool) -> Tensor | None:
     if x.dtype != module.weight.dtype or not x.is_contiguous():
-        return own(x)
+        return None
     return rms_norm(x, module.weight, _eps(module), offset=offset, late=late)
 
 

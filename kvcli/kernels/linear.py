@@ -7,7 +7,6 @@ and all of the input, so that no sum is split; with one row of input, products a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -19,8 +18,6 @@ from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wai
 
 MOST_ROWS = 16
 """Rows of an input that the products take."""
-
-Activation = Literal["silu", "gelu_tanh"]
 
 # BLOCK_N, BLOCK_K in 16 bits and stages of one row and of more; tuned on one H200, torch 2.11, triton 3.6
 _TILES = ((8, 512, 3), (64, 256, 4))
@@ -158,8 +155,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     return outputs
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """act(x gate^T) * (x up^T): [..., n] of x [..., K], at most `MOST_ROWS` rows, and weights [n, K]."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(x gate^T) * (x up^T) of x [..., K], at most `MOST_ROWS` rows, and weights [n, K]; `silu` or `gelu_tanh`."""
     rows, n = x.numel() // x.shape[-1], len(gate)
     output = x.new_empty(*x.shape[:-1], n)
     options = _tile(x, _GATED_TILES)

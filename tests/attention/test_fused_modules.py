@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
@@ -139,6 +142,39 @@ class Act(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.forward = function
+
+
+@torch.no_grad()
+def test_threads_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs its own kernels, and none in a thread that asked for none."""
+    model, asking = shaken("llama"), set[int]()
+
+    def noted(call: Any) -> Any:
+        return lambda *arguments, **options: asking.add(get_ident()) or call(*arguments, **options)
+
+    def products(x: Tensor, weights: Any, biases: Any) -> list[Tensor]:
+        return [torch_linear(x, *parts) for parts in zip(weights, biases, strict=True)]
+
+    monkeypatch.setattr(fused_modules, "linear", noted(products))
+    monkeypatch.setattr(fused_modules, "gated", lambda x, gate, up, name: silu(x @ gate.T) * (x @ up.T))
+    prompts = [padded(5, 5, device=DEVICE)["input_ids"][:, i : i + 2] for i in range(4)]
+    expected = [model(ids).logits for ids in prompts]
+
+    def run(place: int) -> bool:
+        together.wait()  # each in a thread of its own
+        asked = place % 2 == 0
+        modules = FusedModules(model).active if asked else nullcontext
+        for _ in range(30):
+            with torch.no_grad(), modules():
+                near(model(prompts[place]).logits, expected[place])
+        return asked == (get_ident() in asking)
+
+    together = Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(fused_modules, "rms_norm", lambda x, w, eps, **kw: torch_rms_norm(x, w.shape, w, eps))
+        asking.clear()
+        assert all(pool.map(run, range(4)))
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("act", [gelu, lambda x: x * (1.702 * x).sigmoid(), relu])
