@@ -24,7 +24,6 @@ from kvcli.attention import fused_modules
 from kvcli.attention.fused_modules import FusedModules
 from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
 
-pytestmark = pytest.mark.kernels
 DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE == "cuda")]  # the interpreter rounds otherwise
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -38,6 +37,7 @@ def near(ours: Tensor, theirs: Tensor) -> None:
     assert (ours.float() - theirs.float()).abs().max() <= ERRORS[ours.dtype] * theirs.float().abs().max()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 1), (5, 3), (MOST_ROWS,)])
 def test_products_are_those_of_float32(rows: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -50,6 +50,7 @@ def test_products_are_those_of_float32(rows: tuple[int, ...], dtype: torch.dtype
                 near(ours, torch_linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_gated_products_round_as_modules_of_their_own(rows: int, dtype: torch.dtype) -> None:
@@ -61,6 +62,7 @@ def test_gated_products_round_as_modules_of_their_own(rows: int, dtype: torch.dt
             near(gated(x, gate / 8, up / 8, name), act(torch_linear(x, gate / 8)) * torch_linear(x, up / 8))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_round_before_their_weight_or_after(dtype: torch.dtype) -> None:
     for shape in ((3, 1, 64), (1, 1000), (2, 5, 4096)):
@@ -87,6 +89,7 @@ KINDS = {  # family: what kernels stand in for
 }  # fmt: skip
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("family", KINDS)
 @torch.no_grad()
 def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
@@ -208,6 +211,7 @@ def test_weights_that_are_not_stored_as_their_dtype_says_stay() -> None:
     assert {type(module).__name__ for module in FusedModules(model).modules} <= {"LlamaRMSNorm"}
 
 
+@pytest.mark.kernels
 def test_steps_run_them_and_passes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = make("llama", num_hidden_layers=1).to(DEVICE), []
     monkeypatch.setattr(fused_modules, "rms_norm", lambda x, *rest, **kw: calls.append(1) or rms_norm(x, *rest, **kw))
