@@ -133,10 +133,10 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.is_contiguous() and x.numel() <= MOST_ROWS * x.shape[-1]
 
 
-def _here(thread: int, kernel: Any, own: Any, x: Tensor) -> Tensor:
-    """What a module's kernel makes of an input, or it itself, if the kernel does not take that or in another thread."""
-    made: Tensor | None = kernel(x) if get_ident() == thread else None
-    return own(x) if made is None else made
+def _here(thread: int, kernel: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a module's kernel makes of its one input, or it itself, if the kernel does not take that or elsewhere."""
+    made: Tensor | None = kernel(*args) if get_ident() == thread and len(args) == 1 and not kwargs else None
+    return own(*args, **kwargs) if made is None else made
 
 
 def _linear(module: Any, x: Tensor) -> Tensor | None:

@@ -190,6 +190,18 @@ def test_activations_that_are_nearly_known_are_another_one(act: Any) -> None:
 
 
 @torch.no_grad()
+def test_modules_that_are_given_more_than_one_input_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = shaken("llama")
+    own, norm = type(model.model.norm).forward, model.model.layers[0].input_layernorm
+    monkeypatch.setattr(type(norm), "forward", lambda self, hidden_states, gate=1.0: gate * own(self, hidden_states))
+    x = random(1, 64, dtype=torch.float32)
+    with FusedModules(model).active():
+        assert "forward" in vars(norm)
+        near(norm(x, 3.0), 3 * own(norm, x))
+        near(norm(hidden_states=x), own(norm, x))
+
+
+@torch.no_grad()
 def test_biases_of_later_layers_count() -> None:
     """Where those of the first layer, in which a kernel is tried, are 0."""
     model: Any = make("llama", mlp_bias=True, attention_bias=True).to(DEVICE)
