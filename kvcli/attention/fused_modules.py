@@ -22,15 +22,12 @@ from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
 from kvcli.seam.decoder import decoder_layers
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_MERGED = ("q_proj", "k_proj", "v_proj")
-"""Projections of one input, in the order in which attention calls them."""
-
+_MERGED = ("q_proj", "k_proj", "v_proj")  # in the order in which attention calls them
 _ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference that is rounding, relative to a module's largest output."""
 
-_ONE_AT_A_TIME = RLock()
-"""Threads may share a model."""
+_ONE_AT_A_TIME = RLock()  # threads may share a model
 
 
 class FusedModules:
@@ -48,11 +45,6 @@ class FusedModules:
         with _ONE_AT_A_TIME, torch.cuda.device_of(self._weight), torch.no_grad():
             for module in layers.modules() if len({x.device for x in layers.parameters()}) == 1 else ():
                 self._take(module)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Those that have kernels."""
-        return [*self._kernels]
 
     @contextmanager
     def active(self) -> Iterator[None]:

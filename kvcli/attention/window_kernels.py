@@ -154,7 +154,8 @@ def rotate_and_append(
         *key_window.stride()[:3], *value_window.stride()[:3], window.layout.sinks, window.layout.ring,
         batch * length, length, heads, key.shape[1],
         HALF=half, D=head_dim, BLOCK_D=power_of_two(half), BLOCK_T=block, PER_ROW=not isinstance(index, int),
-        REST=_padded(head_dim - 2 * half), BLOCK_V=power_of_two(head_dim), num_warps=4 if block > 4 else 1,
+        REST=power_of_two(head_dim - 2 * half) * (2 * half < head_dim), BLOCK_V=power_of_two(head_dim),
+        num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -199,14 +200,10 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
         x, rotation.cos, rotation.sin, out, *x.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
         batch * length, length, heads,
-        HALF=half, D=head_dim, BLOCK_D=power_of_two(half), BLOCK_T=block, REST=_padded(head_dim - 2 * half),
-        num_warps=4 if block > 4 else 1,
+        HALF=half, D=head_dim, BLOCK_D=power_of_two(half), BLOCK_T=block,
+        REST=power_of_two(head_dim - 2 * half) * (2 * half < head_dim), num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out
-
-
-def _padded(count: int) -> int:
-    return power_of_two(count) if count else 0
 
 
 @triton.jit

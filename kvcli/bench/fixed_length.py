@@ -23,7 +23,6 @@ from kvcli.bench.model import ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
 from kvcli.kernels.launch import has_triton
 from kvcli.plan.budget import attempt
-from kvcli.seam.layer import untraced
 from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
@@ -48,16 +47,6 @@ class FixedLengthLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Tokens before the new one, always."""
         return int(self.keys.shape[2]) - 1
-
-
-class FixedLengthCache(Cache):
-    """Layers of fixed length; layers that are compiled call them as they are."""
-
-    @untraced
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What `FixedLengthLayer.update` returns."""
-        keys, values = super().update(*args, **kwargs)
-        return keys, values
 
 
 def with_fixed_length(model: Any, runs: list[ModelRun], batch: int, context: int, new_tokens: int) -> list[ModelRun]:
@@ -88,12 +77,11 @@ def with_fixed_length(model: Any, runs: list[ModelRun], batch: int, context: int
 @torch.inference_mode()
 def ways_of_modules(model: Any) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
     """How a step of fixed length can run the model's modules, by the name of a run."""
-    ways: list[tuple[str, Callable[[], AbstractContextManager[None]]]] = [(FIXED_LENGTH, nullcontext)]
-    if has_triton() and torch.version.hip is None:
-        from kvcli.attention.fused_modules import FusedModules
+    if not has_triton() or torch.version.hip is not None:
+        return [(FIXED_LENGTH, nullcontext)]
+    from kvcli.attention.fused_modules import FusedModules
 
-        ways.append((f"{FIXED_LENGTH}, fused modules", FusedModules(model).active))
-    return ways
+    return [(FIXED_LENGTH, nullcontext), (f"{FIXED_LENGTH}, fused modules", FusedModules(model).active)]
 
 
 @torch.inference_mode()
@@ -120,7 +108,7 @@ def replay_step(
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
     random = partial(torch.randn, device=model.device, dtype=model.dtype)
     kept = [FixedLengthLayer(*(random(shape).to(dtype) for _ in range(2))) for _ in range(spec.num_layers)]
-    cache, forward = FixedLengthCache(layers=kept), sdpa_attention_forward
+    cache, forward = Cache(layers=kept), sdpa_attention_forward
     if plan is not None:
         forward = plan(random(batch, spec.num_heads, 1, spec.head_dim), kept[0].keys)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
@@ -147,7 +135,7 @@ def without_mask(model: Any, forward: Any = sdpa_attention_forward) -> Iterator[
     repeats keys and values for every query head.
     """
     former = model.config._attn_implementation
-    AttentionInterface.register(_WITHOUT_MASK, untraced(forward))
+    AttentionInterface.register(_WITHOUT_MASK, forward)
     AttentionMaskInterface.register(_WITHOUT_MASK, lambda *args, **kwargs: None)  # every token is seen
     model.set_attn_implementation(_WITHOUT_MASK)
     try:

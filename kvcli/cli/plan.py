@@ -87,7 +87,7 @@ def run(options: PlanOptions, output: Output) -> None:
         "calibrate": calibration(planned, CollectConfig.for_tokens(sequences, **budgets), program),
         "methods": [_method_row(plan, plans, options, memory) for plan in plans],
     }
-    for line in _lines(record, len(planned.windows)):
+    for line in _lines(record, planned):
         output.say(line)
     model = options.model  # or a shape, of which there is nothing to calibrate
     known = model in BUILTIN_MODELS or "/" in model
@@ -158,15 +158,15 @@ def _method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions,
         "method": plan.name,
         "memory": plan.memory(*lengths, options.batch, chunk=chunk).to_dict(),
         "artifact_bytes": plan.artifact_bytes,
-        "context_bytes": None if plan.planned.spec.other_layers else plan.context_bytes(options.prompt_tokens),
+        "context_bytes": None if plan.planned.state_bytes is None else plan.context_bytes(options.prompt_tokens),
         "peak_bytes": plan.peak_bytes(*lengths, options.batch, chunk=chunk),
         "fits": None if memory is None else plan.limits(memory, *lengths, chunk=chunk),
         "break_even": [plan.break_even(other, options.prompt_tokens) for other in against],
     }
 
 
-def _lines(record: Mapping[str, Any], windows: int) -> list[str]:
-    """Model and calibration, a line each; `windows` of the model's layers have a sliding window."""
+def _lines(record: Mapping[str, Any], planned: PlannedModel) -> list[str]:
+    """Model and calibration, a line each."""
     stage = record["calibrate"]
     beside = "" if record["program_bytes"] is None else f", program {size(record['program_bytes'])}"
     texts = [
@@ -183,11 +183,11 @@ def _lines(record: Mapping[str, Any], windows: int) -> list[str]:
         memory, count = record["methods"][0]["memory"], record["num_layers"]
         texts.append(
             f"{count} of {count + others} layers compressed, those that attend to the whole context, with "
-            f"{100 * memory['share']:.0f} % of an uncompressed cache; {windows} with sliding windows keep "
-            f"transformers' own cache of {size(memory['other_bytes'])}, which counts in peaks only"
+            f"{100 * memory['share']:.0f} % of an uncompressed cache; the others keep transformers' own cache of "
+            f"{size(memory['other_bytes'])}, which counts in peaks and on disk only"
         )
-        if others > windows:
-            texts.append(f"states of {others - windows} layers of other kinds are not counted")
+        if planned.state_bytes is None:
+            texts.append(f"states of {others - len(planned.windows)} layers of other kinds are not counted")
     return texts
 
 

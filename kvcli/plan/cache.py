@@ -58,6 +58,7 @@ class CachePlan:
         dtype: of the model.
         fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
         windows: most tokens that each layer with a sliding window keeps, in a cache of transformers' own.
+        states: bytes that all layers keep of a sequence, whatever its length.
     """
 
     spec: ModelSpec
@@ -67,6 +68,7 @@ class CachePlan:
     dtype: torch.dtype
     fused: bool = False
     windows: tuple[tuple[int, int], ...] = ()
+    states: int = 0
 
     @classmethod
     def of_codecs(
@@ -80,6 +82,7 @@ class CachePlan:
         key_bias: bool = False,
         fused: bool = False,
         windows: tuple[tuple[int, int], ...] = (),
+        states: int = 0,
     ) -> CachePlan:
         """From codecs, one per layer, fitted or not; some methods store a bias of keys (`key_bias`) apart."""
         apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
@@ -104,7 +107,7 @@ class CachePlan:
                     + (4 * codec.key.spec.kv_dim if apart and codec.key_offset is None else 0),
                 )
             layers.append(known[same])
-        return cls(spec, method, config, tuple(layers), dtype, fused, windows)
+        return cls(spec, method, config, tuple(layers), dtype, fused, windows, states)
 
     def memory(
         self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
@@ -162,7 +165,7 @@ class CachePlan:
         state = sum(x.state for x in self.layers) if tokens else 0
         positions = tokens + 4 * buffers.positions
         windows = counts.layout.capacity * token_bytes if tokens else 0
-
+        others = size * sum(width * min(tokens, window) for window, width in self.windows)
         return MemoryReport(
             num_tokens=batch * tokens,
             num_encoded=batch * coded,
@@ -179,7 +182,7 @@ class CachePlan:
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,
-            other_bytes=batch * size * sum(width * min(tokens, window) for window, width in self.windows),
+            other_bytes=batch * (others + self.states) if tokens else 0,
         )
 
     def _code_bytes(self, key_tokens: int, value_tokens: int) -> tuple[int, int]:

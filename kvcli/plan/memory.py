@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcli.cache.compressed import MemoryReport
+from kvcli.cache.compressed import MemoryReport, own_bytes
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
 from kvcli.methods.config import CacheConfig
@@ -32,6 +32,7 @@ from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
 from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
+from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
 _BLOCK_TOKENS = 4608
@@ -115,6 +116,25 @@ class PlannedModel:
             for layer, width in zip(layers, widths, strict=False)
             if getattr(layer, "sliding_window", None)
         ]
+
+    @cached_property
+    def state_bytes(self) -> int | None:
+        """Bytes that layers without full attention or a window keep of a sequence; None: not known."""
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        cache = DynamicCache(config=self.config.get_text_config(decoder=True))
+        layers, full = enumerate(cache.layers), self.spec.layer_indices or range(self.spec.num_layers)
+        others = [x for i, x in layers if i not in full and not getattr(x, "sliding_window", None)]
+        if not others or any(isinstance(x, DynamicLayer) for x in others):
+            return None if others else 0
+        # other ways to run experts look at numbers, which are not there
+        getattr(self.empty, "set_experts_implementation", lambda way: None)("batched_mm")
+        try:
+            with torch.device("meta"), torch.no_grad():
+                self.empty(torch.zeros(1, 1, dtype=torch.int64), **with_cache(cache))
+        except (RuntimeError, ValueError, TypeError):
+            return None
+        return own_bytes(others)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -203,6 +223,7 @@ class MethodPlan:
         """Its caches."""
         model = self.planned
         shared: dict[str, Any] = {"key_bias": model.key_bias, "fused": self.fused, "windows": tuple(model.windows)}
+        shared["states"] = model.state_bytes or 0
         return CachePlan.of_codecs(model.spec, self.method, self.config, self.codecs, model.dtype, **shared)
 
     @cached_property
@@ -257,7 +278,8 @@ class MethodPlan:
     def context_bytes(self, tokens: int) -> int:
         """Bytes of a compressed context on disk: what is in use, positions, padding marks and token ids."""
         memory = self.cache.memory(tokens)
-        return memory.code_bytes + memory.window_bytes + memory.state_bytes + tokens * (4 + 1 + 8)
+        held = memory.code_bytes + memory.window_bytes + memory.state_bytes + memory.other_bytes
+        return held + tokens * (4 + 1 + 8)
 
     def limits(
         self, memory_bytes: int, prompt_tokens: int, new_tokens: int, *, chunk: int | None = None

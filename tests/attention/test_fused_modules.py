@@ -95,7 +95,7 @@ KINDS = {  # family: what kernels stand in for
 def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
     model = shaken(family)
     fused, tokens = FusedModules(model), padded(5, 5, device=DEVICE)["input_ids"]
-    assert {type(module).__name__ for module in fused.modules} == KINDS[family]
+    assert {type(module).__name__ for module in fused._kernels} == KINDS[family]
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     for ids in (tokens[:1, :1], tokens[:, :3], tokens.repeat(8, 1)):  # the last are too many rows
         expected = model(ids).logits
@@ -129,7 +129,7 @@ def test_what_computes_something_else_runs_as_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(mlp, "forward", lambda self, x: self.down_proj(relu(self.gate_proj(x)) * self.up_proj(x)))
     second.self_attn.q_proj = type("Quantized", (nn.Linear,), {})(64, 64, bias=False).to(DEVICE)
     third.self_attn.k_proj.register_forward_hook(lambda module, args, output: 2 * output)
-    taken = set(FusedModules(model).modules)
+    taken = set(FusedModules(model)._kernels)
     assert not any(type(module) in (norm, mlp) for module in taken)
     assert {first.self_attn.q_proj, first.mlp.gate_proj, second.self_attn.k_proj, third.self_attn.q_proj} <= taken
     assert not {second.self_attn.q_proj, third.self_attn.k_proj} & taken
@@ -186,7 +186,7 @@ def test_activations_that_are_nearly_known_are_another_one(act: Any) -> None:
     model: Any = shaken("llama").half()
     for layer in model.model.layers:
         layer.mlp.act_fn = Act(act)
-    assert not {layer.mlp for layer in model.model.layers} & set(FusedModules(model).modules)
+    assert not {layer.mlp for layer in model.model.layers} & set(FusedModules(model)._kernels)
 
 
 @torch.no_grad()
@@ -220,7 +220,7 @@ def test_weights_that_are_not_stored_as_their_dtype_says_stay() -> None:
     model: Any = make("llama", num_hidden_layers=1).bfloat16()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
-    assert {type(module).__name__ for module in FusedModules(model).modules} <= {"LlamaRMSNorm"}
+    assert {type(module).__name__ for module in FusedModules(model)._kernels} <= {"LlamaRMSNorm"}
 
 
 @pytest.mark.kernels

@@ -13,12 +13,13 @@ import torch
 from benched import CPU, SMALL, records
 from laboratory import run_research
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.reference import partial_attention
 from kvcli.bench import fixed_length
-from kvcli.bench.fixed_length import FixedLengthCache, FixedLengthLayer, without_mask
+from kvcli.bench.fixed_length import FixedLengthLayer, without_mask
 from kvcli.bench.layer import uncompressed_layer
 from kvcli.bench.model import random_model
 from kvcli.errors import UsageError
@@ -134,7 +135,7 @@ def test_a_step_attends_with_a_library(name: Any, model: Any, monkeypatch: pytes
 def test_a_step_with_a_library_is_that_with_sdpa(model: Any) -> None:
     (library,) = load_baselines(["fa3"])
     query, *cached = uncompressed_layer(SPEC, 2, 21, CPU, torch.float32, 0)
-    cache = FixedLengthCache(layers=[FixedLengthLayer(*cached) for _ in range(3)])
+    cache = Cache(layers=[FixedLengthLayer(*cached) for _ in range(3)])
     step = {"input_ids": torch.tensor([[3], [5]]), "position_ids": torch.full((2, 1), 20), **with_cache(cache)}
     logits = []
     for forward in (sdpa_attention_forward, library_forward(library, query, cached[0])):

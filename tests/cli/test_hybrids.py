@@ -30,3 +30,14 @@ def test_bench_runs_a_hybrid_and_counts_the_caches_of_all_its_layers(hybrid: Pat
     assert ours["cache_bytes"] > whole + windows  # all is in the window, with headroom and positions
     shown = " ".join(result(*words).stdout.split())
     assert "2 of 4 layers compressed (73 % of fp16's cache)" in shown  # 19 of 19 + 7 tokens
+
+
+@pytest.mark.parametrize("hybrid", ["gemma3_text", "qwen3_5_text", "nemotron_h"], indirect=True)
+def test_the_planned_size_of_a_context_counts_states_of_other_layers(hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("word " * 300)
+    words = ("--method", "rtn-4", "--setting", "sink_length=2", "--setting", "residual_length=64")
+    path = str(tmp_path / "c.safetensors")
+    made = result("compress", str(hybrid), "--prompt-file", str(tmp_path / "text.txt"), *words, "--out", path, "--json")
+    (context,) = made["contexts"]
+    plan = result("plan", str(hybrid), "--device", "cpu", *words, "--prompt-tokens", str(context["tokens"]), "--json")
+    assert plan["methods"][-1]["context_bytes"] == pytest.approx(context["file_bytes"], rel=0.1)
