@@ -10,7 +10,7 @@ CACHE = "cache/test_methods_cache.py"
 SERVER = "serve/test_server.py::test_"
 PAGED = "paged/test_paged_model.py::test_"
 STEPS = "seam/test_families.py::test_"
-FUSED = "attention/test_fused_modules.py::test_"
+FUSED = "attention/test_step_modules.py::test_"
 ODD = "seam/test_odd_models.py::test_"
 REPORT = "eval/test_report.py::test_"
 
@@ -71,7 +71,7 @@ SEEN: dict[str, str] = {
     "kvcli.paged.captured:CapturedPasses._pass": PAGED + "passes_that_can_be_captured_make_the_same_tokens",
     "kvcli.cache.others:StillStates.settle": STEPS + "steps_of_hybrids_make_the_tokens_of_passes",
     "kvcli.cache.others:StillStates.advance": STEPS + "steps_of_hybrids_make_the_tokens_of_passes",
-    "kvcli.cache.others:can_be_still": STEPS + "what_cannot_take_part_in_steps_is_refused_by_name",
+    "kvcli.cache.others:can_be_still": STEPS + "states_are_still_where_their_size_does_not_grow",
     "kvcli.attention.fused_modules:_is_stored": FUSED + "weights_that_are_not_stored_as_their_dtype_says_stay",
     "kvcli.attention.fused_modules:_agree": FUSED + "activations_that_are_nearly_known_are_another_one",
     "kvcli.attention.fused_modules:_here": FUSED + "threads_share_a_model",

@@ -12,9 +12,11 @@ from families import make
 from passes import go_on, ids, mask_of, padded, read
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcli
+from kvcli.cache.others import can_be_still, windows_are_full
 from kvcli.errors import UsageError
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
@@ -108,10 +110,21 @@ def test_steps_of_hybrids_make_the_tokens_of_passes(family: str, lengths: tuple[
                 later = one.sequences[:, -1:]
                 mask = mask_of(*(x + one.sequences.shape[1] - max(lengths) for x in lengths))
                 assert one.mode == mode or ends  # rows may end at once
-                made[mode] = one.sequences, session.model(later, attention_mask=mask, cache=one.cache).logits
+                made[mode] = one.sequences, session.model(later, attention_mask=mask, **with_cache(one.cache)).logits
             assert torch.equal(*(made[mode][0] for mode in made))
             one, two = (made[mode][1] for mode in made)
             assert (one - two).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_states_are_still_where_their_size_does_not_grow() -> None:
+    full, window, recurrent = DynamicLayer(), DynamicSlidingWindowLayer(8), LinearAttentionLayer()
+    assert can_be_still([]) and can_be_still([window, recurrent])  # noqa: PT018
+    assert not can_be_still([recurrent, full])
+    for count, filled in ((6, False), (7, True), (9, True)):
+        window = DynamicSlidingWindowLayer(8)
+        window.update(*[torch.zeros(2, 1, count, 4)] * 2)
+        assert windows_are_full([window], (9, 8)) == filled
+    assert not windows_are_full([window], (9, 7))  # one is padding
 
 
 def test_what_cannot_take_part_in_steps_is_refused_by_name() -> None:
