@@ -12,7 +12,7 @@ from families import make
 from passes import go_on, ids, mask_of, padded, read
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcli
@@ -117,7 +117,8 @@ def test_steps_of_hybrids_make_the_tokens_of_passes(family: str, lengths: tuple[
 
 
 def test_states_are_still_where_their_size_does_not_grow() -> None:
-    full, window, recurrent = DynamicLayer(), DynamicSlidingWindowLayer(8), LinearAttentionLayer()
+    full, window = DynamicLayer(), DynamicSlidingWindowLayer(8)
+    recurrent, *_ = DynamicCache(config=model_of("qwen3_5_text").config).layers
     assert can_be_still([]) and can_be_still([window, recurrent])  # noqa: PT018
     assert not can_be_still([recurrent, full])
     for count, filled in ((6, False), (7, True), (9, True)):
