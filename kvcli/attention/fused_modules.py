@@ -6,7 +6,6 @@ one whose result it gives, up to rounding, for random input. Everything else run
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from torch.nn.functional import gelu, silu
 
 from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
 from kvcli.seam.decoder import decoder_layers
+from kvcli.seam.layer import untraced
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("q_proj", "k_proj", "v_proj")  # in the order in which attention calls them
@@ -39,32 +39,41 @@ class FusedModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._kernels: dict[nn.Module, partial[Any]] = {}
-        self._verdicts: dict[Any, dict[str, Any] | None] = {}
+        self._settings: dict[Any, dict[str, Any] | None] = {}
+        self._errors: dict[nn.Module, Tensor] = {}
+        self._kept: list[Any] = [None]
         layers = decoder_layers(model)
-        self._weight = next(layers.parameters())  # Triton launches on the current GPU, whatever its arguments are on
+        weights: list[Tensor] = [*layers.parameters()] or [torch.empty(0)]
+        self._weight = weights[0]  # Triton launches on the current GPU, whatever its arguments are on
         with _ONE_AT_A_TIME, torch.cuda.device_of(self._weight), torch.no_grad():
-            for module in layers.modules() if len({x.device for x in layers.parameters()}) == 1 else ():
+            for module in layers.modules() if len({x.device for x in weights}) == 1 else ():
                 self._take(module)
+            errors = torch.stack([*self._errors.values()]).tolist() if self._errors else []
+        for module, error in zip(self._errors, errors, strict=True):
+            if not error <= _TOLERANCE[next(module.parameters()).dtype]:
+                del self._kernels[module]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Runs the kernels in this thread, inside the block, and leaves the modules as they were."""
         with _ONE_AT_A_TIME:
-            for module, kernel in self._kernels.items():
-                module.forward = partial(_here, get_ident(), kernel, module.forward)
             try:
+                for module, kernel in self._kernels.items():
+                    if _is_plain(module):
+                        module.forward = partial(_here, get_ident(), kernel, module.forward)
                 with torch.cuda.device_of(self._weight):
                     yield
             finally:
+                self._kept[0] = None
                 for module in self._kernels:
-                    del module.forward
+                    if getattr(vars(module).get("forward"), "func", None) is _here:
+                        del module.forward
 
     def launch(self, rows: int) -> None:
         """Launches all kernels that take so many rows, on zeros."""
-        inputs: dict[int, Tensor] = {}
         for module, kernel in self._kernels.items():
             weight = next(module.parameters())
-            kernel(inputs.setdefault(weight.shape[-1], weight.new_zeros(rows, 1, weight.shape[-1])))
+            kernel(weight.new_zeros(rows, 1, weight.shape[-1]))
 
     def _take(self, module: Any) -> None:
         children, weights = dict(module.named_children()), [*module.parameters()]
@@ -73,32 +82,44 @@ class FusedModules:
         if _is_linear(module):
             self._kernels.setdefault(module, partial(_linear, module))
         elif type(module).__name__.endswith("RMSNorm") and [*module.state_dict()] == ["weight"] and _eps(module):
-            settings = [{"offset": offset, "late": late} for offset, late in product((0.0, 1.0), (True, False))]
-            self._try(module, partial(_norm, module), settings, weights)
+            if weights[0].dim() == 1:
+                settings = [{"offset": offset, "late": late} for offset, late in product((0.0, 1.0), (True, False))]
+                self._try(module, partial(_norm, module), settings, (1.0, 1e2, 1e-3))
         elif all(_is_linear(children.get(name)) for name in _GATED):
             own, biases = getattr(module, "act_fn", None), [children[name].bias for name in _GATED]
-            if own is not None and biases == [None] * 3 and len(weights) == 3:
+            plain = own is not None and (not isinstance(own, nn.Module) or _is_plain(own))
+            if plain and biases == [None] * 3 and len(weights) == 3:
                 named = [{"activation": name} for name, act in _ACTIVATIONS.items() if _agree(own, act)]
-                self._try(module, partial(_mlp, module), named, weights)
+                self._try(module, partial(_mlp, module), named, (1.0, 1e2))
         elif all(_is_linear(children.get(name)) for name in _MERGED):
             merged = [children[name] for name in _MERGED]
             if len({(projection.in_features, projection.bias is None) for projection in merged}) == 1:
-                kept: list[Any] = [None]
-                self._kernels |= {projection: partial(_one_of, i, merged, kept) for i, projection in enumerate(merged)}
+                for i, projection in enumerate(merged):
+                    self._kernels[projection] = partial(_one_of, i, merged, self._kept)
 
-    def _try(self, module: Any, kernel: partial[Any], settings: list[Any], weights: list[Tensor]) -> None:
-        """Takes the settings with which a kernel gives what the first such module computes, if there are any."""
-        plain = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
-        key = type(module), *map(type, module.children()), *((x.shape, x.dtype) for x in weights), *plain.items()
-        if key not in self._verdicts:
-            x = torch.randn(1, 2, weights[0].shape[-1], generator=torch.Generator().manual_seed(0)).to(weights[0])
-            x[:, 1] *= 1e-3
-            expected = module(x).float()
-            errors = [(float((kernel(x, **some) - expected).abs().max()), i) for i, some in enumerate(settings)]
-            error, best = min(errors, default=(math.inf, 0))
-            self._verdicts[key] = settings[best] if error <= _TOLERANCE[x.dtype] * expected.abs().max() else None
-        if (found := self._verdicts[key]) is not None:
-            self._kernels[module] = partial(kernel, **found)
+    def _try(self, module: Any, kernel: partial[Any], settings: list[Any], scales: tuple[float, ...]) -> None:
+        """Notes how far a kernel is from a module, with the settings that are best for the first such module."""
+        weight = next(module.parameters())
+        x = torch.randn(1, len(scales), weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        x = (x * torch.tensor(scales).unsqueeze(1)).to(weight)
+        try:
+            expected = module(x)
+        except Exception:  # it takes other inputs
+            return
+        key = type(module), *((w.shape, w.dtype) for w in module.parameters())
+        if key not in self._settings:
+            tried = [(float(_error(kernel(x, **some), expected)), i) for i, some in enumerate(settings)]
+            self._settings[key] = settings[min(tried)[1]] if tried else None
+        if (best := self._settings[key]) is not None and best in settings:
+            self._kernels[module] = partial(kernel, **best)
+            self._errors[module] = _error(self._kernels[module](x), expected)
+
+
+def _error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The largest difference of a row relative to its largest number; what overflows is not compared."""
+    theirs, finite = theirs.float(), theirs.isfinite()
+    difference = (ours.float() - theirs).abs().where(finite, 0).amax(-1)
+    return (difference / theirs.abs().where(finite, 0).amax(-1).clamp_min(1e-30)).nan_to_num(torch.inf).max()
 
 
 def _is_stored(weight: Tensor) -> bool:
@@ -108,7 +129,11 @@ def _is_stored(weight: Tensor) -> bool:
 
 def _is_plain(module: Any) -> bool:
     """Whether a module's `forward` is its class's, and nothing else is called with it."""
-    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
+    return "forward" not in vars(module) and module._compiled_call_impl is None and not _has_hooks(module)
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_linear(module: Any) -> bool:
@@ -117,14 +142,19 @@ def _is_linear(module: Any) -> bool:
 
 def _agree(ours: Any, theirs: Any) -> bool:
     """Whether two activations are one, by which GELU is told from its approximations."""
-    x = torch.linspace(-9, 9, 181)
-    return torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    x = torch.cat((torch.linspace(-9, 9, 181), torch.tensor([-1e4, -1e2, 1e2, 1e4])))
+    try:
+        return torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    except Exception:  # it takes other inputs
+        return False
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype == weight.dtype and x.is_contiguous() and x.numel() <= MOST_ROWS * x.shape[-1]
+    fits = x.dtype == weight.dtype and x.shape[-1] == weight.shape[1] and x.is_contiguous()
+    return fits and x.numel() <= MOST_ROWS * x.shape[-1]
 
 
+@untraced
 def _here(thread: int, kernel: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
     """What a module's kernel makes of its one input, or it itself, if the kernel does not take that or elsewhere."""
     made: Tensor | None = kernel(*args) if get_ident() == thread and len(args) == 1 and not kwargs else None
@@ -138,21 +168,23 @@ def _linear(module: Any, x: Tensor) -> Tensor | None:
 def _one_of(index: int, merged: list[Any], kept: list[Any], x: Tensor) -> Tensor | None:
     """A product of several with the same input, which are all computed when the first one is asked for."""
     if index == 0 and _fits(x, merged[0].weight):
-        kept[0] = x, linear(x, [m.weight for m in merged], [m.bias for m in merged])
-    output: Tensor | None = kept[0][1][index] if kept[0] is not None and kept[0][0] is x else None
+        kept[0] = x, merged, linear(x, [m.weight for m in merged], [m.bias for m in merged])
+    found = kept[0] is not None and kept[0][0] is x and kept[0][1] is merged
+    output: Tensor | None = kept[0][2][index] if found else None
     kept[0] = None if index == len(merged) - 1 else kept[0]
     return output
 
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Tensor | None:
-    if not _fits(x, module.gate_proj.weight):
+    parts = [getattr(module, name) for name in _GATED]  # which may be others since they were tried
+    if not _fits(x, parts[0].weight) or any(type(y) is not nn.Linear or _has_hooks(y) for y in parts):
         return None
     inner = gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear(inner, [module.down_proj.weight], [None])[0]
 
 
 def _norm(module: Any, x: Tensor, offset: float, late: bool) -> Tensor | None:
-    if x.dtype != module.weight.dtype or not x.is_contiguous():
+    if x.dtype != module.weight.dtype or x.shape[-1:] != module.weight.shape or not x.is_contiguous():
         return None
     return rms_norm(x, module.weight, _eps(module), offset=offset, late=late)
 

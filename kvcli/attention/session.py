@@ -97,6 +97,7 @@ class Session:
             codec.rotated = layer_idx not in spec.unrotated
             codec.use_kernels(self.backend.impl == "fused")
         self._known: CacheIdentity | None = None
+        self._fused: Any = None
         self._seam.open()
 
     @property
@@ -212,14 +213,13 @@ class Session:
         """
         if self.backend.impl != "fused" or interpreted():
             return []
-        from kvcli.attention.fused_modules import FusedModules
         from kvcli.attention.warmup import warm_up
 
         devices = devices_of_layers(self.model)
         layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self.backends)]
         width = chunk if chunk and chunk < self.backend.prefill_threshold else None
-        modules = FusedModules(self.model)
-        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width, modules.launch)
+        self.fused_modules()
+        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width, self._fused.launch)
 
     @torch.inference_mode()
     def generate(
@@ -327,12 +327,14 @@ class Session:
         return Chunks(self.model, cache, self.backends, width, left, mode)
 
     def fused_modules(self) -> Callable[[], AbstractContextManager[None]]:
-        """Makes blocks in which modules of the model, as it is now, run kernels; it runs as it is where none run."""
+        """Makes blocks in which modules of the model run kernels; it runs as it is where none run."""
         if self.backend.impl != "fused":
             return nullcontext
-        from kvcli.attention.fused_modules import FusedModules
+        if self._fused is None:
+            from kvcli.attention.fused_modules import FusedModules
 
-        return FusedModules(self.model).active
+            self._fused = FusedModules(self.model)
+        return self._fused.active
 
     @torch.inference_mode()
     def flush(self, cache: CompressedCache) -> None:

@@ -89,7 +89,8 @@ def make_writable(layers: Sequence[Any]) -> None:
 
 def can_be_still(layers: Sequence[Any]) -> bool:
     """Whether what layers hold has the same size after every token, once their windows are full."""
-    return not any(isinstance(layer, DynamicLayer) and not hasattr(layer, "sliding_window") for layer in layers)
+    known = all(type(layer).__module__ == DynamicLayer.__module__ for layer in layers)  # not of a model's own file
+    return known and not any(isinstance(x, DynamicLayer) and not hasattr(x, "sliding_window") for x in layers)
 
 
 def windows_are_full(layers: Sequence[Any], lengths: Sequence[int]) -> bool:

@@ -55,7 +55,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
 
     def taken(self: Any, module: Any, forward: Any, settings: list[Any], weights: Any) -> None:
         """What kernels have not written cannot be compared."""
-        self._forwards[module] = partial(forward, **settings[0])
+        self._kernels[module] = partial(forward, **settings[0])
 
     JITFunction.run = run
     setattr(layer, "sdpa", no_sdpa)  # noqa: B010

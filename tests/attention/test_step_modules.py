@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from threading import Barrier, get_ident
 from typing import Any
 
@@ -199,6 +200,79 @@ def test_modules_that_are_given_more_than_one_input_run_as_they_are(monkeypatch:
         assert "forward" in vars(norm)
         near(norm(x, 3.0), 3 * own(norm, x))
         near(norm(hidden_states=x), own(norm, x))
+
+
+class Clamped(nn.Module):
+    """An MLP of one layer alone that cuts its gate off, as some of the last layers of some checkpoints do."""
+
+    def __init__(self, mlp: Any, limit: float) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+            mlp.act_fn,
+        )
+        self.limits = (limit,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.limits[0]) * self.up_proj(x))
+
+
+@torch.no_grad()
+def test_every_module_is_tried_also_with_large_numbers() -> None:
+    model: Any = shaken("llama")
+    for layer, limit in zip(model.model.layers, (torch.inf, torch.inf, 2.0, torch.inf), strict=True):
+        layer.mlp = Clamped(layer.mlp, limit)
+    taken = FusedModules(model)._kernels
+    assert [layer.mlp in taken for layer in model.model.layers] == [True, True, False, True]
+
+
+@torch.no_grad()
+def test_modules_that_need_other_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms with a gate or with one weight for all channels, MLPs with a factor, activations of two numbers."""
+    model: Any = shaken("llama")
+    first, _, third, _ = model.model.layers
+    norm, mlp = type(first.input_layernorm), type(first.mlp)
+    first.input_layernorm.weight = nn.Parameter(torch.ones(1, device=DEVICE))
+    monkeypatch.setattr(norm, "forward", lambda self, x, gate: gate * x)
+    monkeypatch.setattr(mlp, "forward", lambda self, x, factor: factor * x)
+    third.mlp.act_fn = Act(lambda gate, up: gate * up)
+    assert {type(module) for module in FusedModules(model)._kernels} == {nn.Linear}
+
+
+@torch.no_grad()
+def test_modules_are_as_before_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = shaken("llama")
+    fused, calls = FusedModules(model), []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return partial(*arguments)
+
+    monkeypatch.setattr(fused_modules, "partial", interrupted)
+    with pytest.raises(KeyboardInterrupt), fused.active():
+        pass
+    assert len(calls) == 6
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_what_was_changed_since_then_counts() -> None:
+    """A projection of an MLP that is replaced, as adapters do, one with a hook, a `forward` of the user's own."""
+    model: Any = shaken("llama")
+    fused, ids = FusedModules(model), padded(3, device=DEVICE)["input_ids"]
+    first, second, third, _ = model.model.layers
+    first.mlp.up_proj = nn.Sequential(first.mlp.up_proj, nn.Linear(96, 96, device=DEVICE))
+    second.mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    own = third.self_attn.o_proj.forward
+    third.self_attn.o_proj.forward = lambda x: 3 * own(x)
+    expected = model(ids).logits
+    with fused.active():
+        near(model(ids).logits, expected)
+    assert "forward" in vars(third.self_attn.o_proj)
 
 
 @torch.no_grad()
