@@ -39,8 +39,6 @@ class FusedModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._kernels: dict[nn.Module, partial[Any]] = {}
-        self._settings: dict[Any, dict[str, Any] | None] = {}
-        self._errors: dict[nn.Module, Tensor] = {}
         self._kept: list[Any] = [None]
         layers = decoder_layers(model)
         weights: list[Tensor] = [*layers.parameters()] or [torch.empty(0)]
@@ -48,10 +46,6 @@ class FusedModules:
         with _ONE_AT_A_TIME, torch.cuda.device_of(self._weight), torch.no_grad():
             for module in layers.modules() if len({x.device for x in weights}) == 1 else ():
                 self._take(module)
-            errors = torch.stack([*self._errors.values()]).tolist() if self._errors else []
-        for module, error in zip(self._errors, errors, strict=True):
-            if not error <= _TOLERANCE[next(module.parameters()).dtype]:
-                del self._kernels[module]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -98,7 +92,7 @@ class FusedModules:
                     self._kernels[projection] = partial(_one_of, i, merged, self._kept)
 
     def _try(self, module: Any, kernel: partial[Any], settings: list[Any], scales: tuple[float, ...]) -> None:
-        """Notes how far a kernel is from a module, with the settings that are best for the first such module."""
+        """Takes the settings, if there are any, with which a kernel gives what a module does."""
         weight = next(module.parameters())
         x = torch.randn(1, len(scales), weight.shape[-1], generator=torch.Generator().manual_seed(0))
         x = (x * torch.tensor(scales).unsqueeze(1)).to(weight)
@@ -106,20 +100,19 @@ class FusedModules:
             expected = module(x)
         except Exception:  # it takes other inputs
             return
-        key = type(module), *((w.shape, w.dtype) for w in module.parameters())
-        if key not in self._settings:
-            tried = [(float(_error(kernel(x, **some), expected)), i) for i, some in enumerate(settings)]
-            self._settings[key] = settings[min(tried)[1]] if tried else None
-        if (best := self._settings[key]) is not None and best in settings:
-            self._kernels[module] = partial(kernel, **best)
-            self._errors[module] = _error(self._kernels[module](x), expected)
+        if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
+            return
+        errors = [(_error(kernel(x, **some), expected), i) for i, some in enumerate(settings)]
+        if errors and min(errors)[0] <= _TOLERANCE[x.dtype]:
+            self._kernels[module] = partial(kernel, **settings[min(errors)[1]])
 
 
-def _error(ours: Tensor, theirs: Tensor) -> Tensor:
+def _error(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of a row relative to its largest number; what overflows is not compared."""
     theirs, finite = theirs.float(), theirs.isfinite()
     difference = (ours.float() - theirs).abs().where(finite, 0).amax(-1)
-    return (difference / theirs.abs().where(finite, 0).amax(-1).clamp_min(1e-30)).nan_to_num(torch.inf).max()
+    relative = difference / theirs.abs().where(finite, 0).amax(-1).clamp_min(1e-30)
+    return float(relative.nan_to_num(torch.inf).max())
 
 
 def _is_stored(weight: Tensor) -> bool:

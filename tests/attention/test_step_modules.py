@@ -230,7 +230,7 @@ def test_every_module_is_tried_also_with_large_numbers() -> None:
 
 @torch.no_grad()
 def test_modules_that_need_other_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms with a gate or with one weight for all channels, MLPs with a factor, activations of two numbers."""
+    """Norms with a gate or with one weight for all channels, MLPs with a factor or two outputs, activations of two."""
     model: Any = shaken("llama")
     first, _, third, _ = model.model.layers
     norm, mlp = type(first.input_layernorm), type(first.mlp)
@@ -238,6 +238,8 @@ def test_modules_that_need_other_inputs_stay(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(norm, "forward", lambda self, x, gate: gate * x)
     monkeypatch.setattr(mlp, "forward", lambda self, x, factor: factor * x)
     third.mlp.act_fn = Act(lambda gate, up: gate * up)
+    assert {type(module) for module in FusedModules(model)._kernels} == {nn.Linear}
+    monkeypatch.setattr(mlp, "forward", lambda self, x: (x, x))
     assert {type(module) for module in FusedModules(model)._kernels} == {nn.Linear}
 
 
