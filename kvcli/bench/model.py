@@ -213,9 +213,15 @@ def cache_sizes(cache: Any) -> dict[str, int]:
 
 def step_weights_bytes(model: Any) -> int:
     """Bytes of the weights that a decode step reads: all but the input embedding, unless it is the output layer too."""
-    read = sum(weight.nbytes for weight in model.parameters())
+    read = sum(map(held_bytes, model.parameters()))
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return read if output is embedding else read - embedding.nbytes
+    return read if output is embedding else read - held_bytes(embedding)
+
+
+def held_bytes(weight: Any) -> int:
+    """Bytes that a weight holds; torchao's, which are tensors in one, say that they are of 16 bits."""
+    inner = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else []
+    return sum(held_bytes(getattr(weight, name)) for name in inner) if inner else int(weight.nbytes)
 
 
 def random_prompt(model: Any, batch: int, length: int, seed: int) -> Tensor:

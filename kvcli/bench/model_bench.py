@@ -20,7 +20,7 @@ from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
 from kvcli.bench.fixed_length import with_fixed_length
 from kvcli.bench.layer import KernelCheck
-from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
+from kvcli.bench.model import ModelRun, attached, held_bytes, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import NoFigures, Row, median_of, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 from kvcli.plan.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
@@ -158,7 +158,7 @@ class ModelBench:
     def _empty(self, case: MethodChoice, context: int | None, batch: int | None, new_tokens: int) -> Row:
         """A row without figures; None is the size that is searched for."""
         question = "longest context" if context is None else "largest batch" if batch is None else "given"
-        weights = sum(weight.nbytes for weight in self.model.parameters())
+        weights = sum(map(held_bytes, self.model.parameters()))
         figures = {"question": question, "new_tokens": new_tokens, "weights_bytes": weights}
         return Row(case.label, context or 0, batch or 0, self.check.impl(case), figures=figures)
 

@@ -16,7 +16,15 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import layer, model_bench
-from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
+from kvcli.bench.model import (
+    ModelRun,
+    cache_sizes,
+    held_bytes,
+    prefill_logits,
+    random_model,
+    run_model,
+    step_weights_bytes,
+)
 from kvcli.bench.model_bench import memory_figures, time_figures, with_ratios
 from kvcli.bench.suite import Row
 from kvcli.models.shapes import shape_config, shape_rope
@@ -67,6 +75,10 @@ def test_shapes_have_the_angles_and_ties_of_the_real_models() -> None:
     tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert step_weights_bytes(tied) == sum(x.nbytes for x in tied.parameters())
+    torchao = pytest.importorskip("torchao.quantization")
+    part = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    torchao.quantize_(part, torchao.Int8WeightOnlyConfig())
+    assert 64 * 64 < held_bytes(part[0].weight) < 1.1 * 64 * 64 < part[0].weight.nbytes
     angles = shape_rope("llama-3.1-8b", CPU).inv_freq
     assert angles[0] == 1.0
     assert angles[-1] == pytest.approx(500000.0 ** (-126 / 128) / 8)  # llama3 slows the slowest pairs eightfold
