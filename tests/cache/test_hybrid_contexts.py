@@ -14,6 +14,7 @@ from kvcli.attention.generation import prefill
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
+from kvcli.seam.versions import with_cache
 
 SETTINGS = {"sink_length": 2, "residual_length": 8}
 
@@ -41,6 +42,9 @@ def test_a_store_gives_the_whole_of_a_context_and_no_part(family: str, tmp_path:
         assert store.find(other[0], session.identity()) is None
         with pytest.raises(CacheError, match="keep a state of the whole text"):
             cache.crop(-4)
+        cache.save(tmp_path / "cache", ids[:, :40])
+        both = session.load_cache(tmp_path / "cache"), cache
+        assert torch.equal(*(session.model(ids[:, 40:], **with_cache(x)).logits for x in both))
 
 
 @torch.inference_mode()
