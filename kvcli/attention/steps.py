@@ -17,7 +17,7 @@ from kvcli.attention.layer import flush_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.counts import HostCounts, TokenCounts
 from kvcli.cache.forward import Forward
-from kvcli.cache.others import StillStates
+from kvcli.cache.others import StaticStates
 from kvcli.cache.step import DeviceCounts, FlushPattern
 
 _HEADROOM = 1024
@@ -61,7 +61,7 @@ class Steps:
     ) -> None:
         self.cache, self.backends, self.width, self._mode = cache, backends, width, mode
         self.counts: DeviceCounts | None = None
-        self._states = StillStates(())
+        self._states = StaticStates(())
         self.graphs = Graphs(device, mode == "graphs")
 
     @property
@@ -77,7 +77,7 @@ class Steps:
                 self.check_ranges()
             self.graphs.clear()
             self.counts = begin_steps(self.cache, step_capacity(counts, left), left, self.width)
-            self._states = StillStates(self.cache.other_layers)
+            self._states = StaticStates(self.cache.other_layers)
 
     def append(self) -> HostCounts:
         """Counts `width` more tokens per row, on the host and, after `prepare`, on the device."""

@@ -20,7 +20,7 @@ from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
-from kvcli.cache.others import EndOfPass, can_be_still, fill, states_of, take_states, windows_are_full
+from kvcli.cache.others import EndOfPass, can_be_static, fill, states_of, take_states, windows_are_full
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
@@ -197,10 +197,10 @@ class CompressedCache(Cache):
 
     def step_obstacle(self, width: int = 1) -> str | None:
         """Why passes of so many tokens cannot count on the device (`kvcli.cache.step`); None if they can."""
-        if self.spec.other_layers and width > 1:
+        others, config = self.other_layers, self._seam.model.config.get_text_config(decoder=True)
+        if others and width > 1:
             return "layers of other kinds than full attention take part in steps of one token; choose passes"
-        kinds = layer_kinds(self._seam.model.config.get_text_config(decoder=True))
-        if not can_be_still(self.other_layers) or "chunked_attention" in kinds:
+        if others and (not can_be_static(others) or "chunked_attention" in layer_kinds(config)):
             return "layers whose states grow, or start anew, cannot take part in steps; choose passes"
         if len(self._seam.devices) > 1:
             return "layers on several devices cannot take part in steps; choose passes"

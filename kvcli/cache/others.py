@@ -87,7 +87,7 @@ def make_writable(layers: Sequence[Any]) -> None:
             layer.__dict__ |= tree_map_only(Tensor, torch.clone, vars(layer))
 
 
-def can_be_still(layers: Sequence[Any]) -> bool:
+def can_be_static(layers: Sequence[Any]) -> bool:
     """Whether what layers hold has the same size after every token, once their windows are full."""
     known = all(type(layer).__module__ == DynamicLayer.__module__ for layer in layers)  # not of a model's own file
     return known and not any(isinstance(x, DynamicLayer) and not hasattr(x, "sliding_window") for x in layers)
@@ -100,13 +100,13 @@ def windows_are_full(layers: Sequence[Any], lengths: Sequence[int]) -> bool:
     return min(lengths) >= longest and all(x.keys.shape[2] == x.sliding_window - 1 for x in windows if x.is_initialized)
 
 
-class StillStates:
+class StaticStates:
     """States that stay in the same memory from pass to pass, so that a pass which is a CUDA graph goes on from them.
 
     What a pass does to numbers, which only the host reads, it does to them every time.
 
     Args:
-        layers: of transformers' own, for which `can_be_still` and `windows_are_full` hold.
+        layers: of transformers' own, for which `can_be_static` and `windows_are_full` hold.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -118,9 +118,9 @@ class StillStates:
 
     def settle(self) -> None:
         """After a pass, or as its last part: moves what it made to where it was before."""
-        for holder, name, still in self._tensors:
-            if (made := holder[name]) is not still:
-                still.copy_(made)
+        for holder, name, static in self._tensors:
+            if (made := holder[name]) is not static:
+                static.copy_(made)
         self._steps = [holder[name] - before for holder, name, before in self._numbers]
         self._put_back()
 

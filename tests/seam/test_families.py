@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcli
-from kvcli.cache.others import can_be_still, windows_are_full
+from kvcli.cache.others import can_be_static, windows_are_full
 from kvcli.errors import UsageError
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
@@ -116,11 +116,11 @@ def test_steps_of_hybrids_make_the_tokens_of_passes(family: str, lengths: tuple[
             assert (one - two).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_states_are_still_where_their_size_does_not_grow() -> None:
+def test_states_are_static_where_their_size_does_not_grow() -> None:
     full, window = DynamicLayer(), DynamicSlidingWindowLayer(8)
     recurrent, *_ = DynamicCache(config=model_of("qwen3_5_text").config).layers
-    assert can_be_still([]) and can_be_still([window, recurrent])  # noqa: PT018
-    assert not can_be_still([recurrent, full])
+    assert can_be_static([]) and can_be_static([window, recurrent])  # noqa: PT018
+    assert not can_be_static([recurrent, full])
     for count, filled in ((6, False), (7, True), (9, True)):
         window = DynamicSlidingWindowLayer(8)
         window.update(*[torch.zeros(2, 1, count, 4)] * 2)
