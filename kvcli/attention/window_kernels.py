@@ -28,26 +28,33 @@ DECODE_THRESHOLD = 8
 _TILES = ((64, 64, 3), (64, 64, 2), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2))
 """BLOCK_M, BLOCK_N and stages; the first on an H100 or H200, from the third on elsewhere."""
 
-_TILES_FP32 = ((16, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
-"""The same for float32: products without tensor cores, of which larger tiles do not fit into registers."""
+_LOW_TILES = ((16, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
+"""The same for float32, whose products are made without tensor cores, and for latents and values of more than 256
+channels: sums of more rows do not fit into registers."""
 
 
 @cache
-def tile_for(rows: int, width: int, itemsize: int, device: torch.device, copies: int = 1) -> dict[str, int]:
-    """The first tile that fits into shared memory, for query rows per kv head and padded channels.
+def tile_for(
+    rows: int, widths: tuple[int, int, int], itemsize: int, device: torch.device, copies: int = 1
+) -> dict[str, int]:
+    """The first tile that fits, for query rows per kv head and padded channels of queries, keys and values.
 
-    Triton keeps the queries there, in `copies` dtypes, `stages` tiles of keys and values for tensor cores of Hopper,
-    else one less, and, but on Hopper, the weights.
+    Triton keeps the queries in shared memory, in `copies` dtypes, `stages` tiles of keys and values for tensor cores of
+    Hopper, else one less, and, but on Hopper, the weights.
     """
-    limit = shared_memory_limit(device)
+    limit, (of_queries, of_keys, of_values) = shared_memory_limit(device), widths
     hopper, fp32 = limit >= HOPPER_SHARED_MEMORY, itemsize == 4
-    sizes = _TILES_FP32[0 if hopper and width <= 128 else 1 :] if fp32 else _TILES[0 if hopper else 2 :]
+    wide = of_queries > of_keys or of_values > 256
+    sizes = _TILES[0 if hopper else 2 :]
+    if fp32 or wide:
+        sizes = _LOW_TILES[0 if hopper and (not fp32 or max(widths) <= 128) else 1 :]
     for block_m, block_n, stages in sizes:
         weights = 0 if hopper and not fp32 else block_m * block_n
-        operands = (copies * block_m + 2 * (stages - fp32) * block_n) * width
+        operands = copies * block_m * of_queries + (stages - (fp32 or wide)) * block_n * (of_keys + of_values)
         if (weights + operands) * itemsize + 512 <= limit:
             break
-    return {"BLOCK_M": min(block_m, max(16, power_of_two(rows))), "BLOCK_N": block_n, "num_stages": stages}
+    tile = {"BLOCK_M": min(block_m, max(16, power_of_two(rows))), "BLOCK_N": block_n}
+    return tile | {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
 @triton.jit
@@ -78,8 +85,8 @@ def _rotate_and_append_kernel(
     query, key, value, cos, sin, query_out, key_out, value_out, index,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, c_batch, c_time,
     ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, sinks, ring, tokens, length, heads, kv_heads,
-    HALF: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PER_ROW: tl.constexpr,
-    REST: tl.constexpr, BLOCK_V: tl.constexpr,
+    HALF: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, PER_ROW: tl.constexpr, REST_Q: tl.constexpr, REST: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one head: rotates a query head or a key head, or copies a value head.
 
@@ -87,14 +94,14 @@ def _rotate_and_append_kernel(
     Computes in float32. Tuned on one H200 (torch 2.11, triton 3.6).
 
     Args:
-        query: [batch, heads, length, D] of the model's dtype; key and value with kv_heads.
+        query: [batch, heads, length, DQ] of the model's dtype; key and value with kv_heads, D and DV.
         cos, sin: [batch or 1, 1, length, HALF] any float.
-        query_out: [batch, length, heads, D], written.
-        key_out, value_out: [batch, kv_heads, sinks + ring, D], the windows, written except for padding.
+        query_out: [batch, length, heads, DQ], written.
+        key_out, value_out: [batch, kv_heads, sinks + ring, D or DV], the windows, written except for padding.
         index: token index of the first new token; with PER_ROW of each, int32 [batch, length], -1 at padding.
         q_, k_, v_, c_, ko_, vo_: strides; c_batch is 0 for one row of angles.
         HALF: rotated pairs, of the first channels.
-        BLOCK_D, REST, BLOCK_V: HALF, D - 2 * HALF and D, padded to powers of two; REST may be 0.
+        BLOCK_D, REST_Q, REST, BLOCK_V: HALF, DQ - 2 * HALF, D - 2 * HALF, DV, padded to powers of two; rests may be 0.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
@@ -110,11 +117,11 @@ def _rotate_and_append_kernel(
     slot = tl.where(token < sinks, token, sinks + (token - sinks) % ring)
     if i_h < heads:
         p_x = query + row * q_batch + i_h * q_head + t * q_time
-        p_out = query_out + ((row * length + t) * heads + i_h) * D
+        p_out = query_out + ((row * length + t) * heads + i_h) * DQ
         b_cos, b_sin = _angle(p_cos, p_sin, m)
         _rotate(p_x + o_d, b_cos, b_sin, p_out + o_d, m, HALF)
-        if REST > 0:
-            _copy(p_x, p_out, m_t, 2 * HALF, D, REST)
+        if REST_Q > 0:
+            _copy(p_x, p_out, m_t, 2 * HALF, DQ, REST_Q)
     elif i_h < heads + kv_heads:
         i_h -= heads
         p_x = key + row * k_batch + i_h * k_head + t * k_time
@@ -127,7 +134,7 @@ def _rotate_and_append_kernel(
         i_h -= heads + kv_heads
         p_x = value + row * v_batch + i_h * v_head + t * v_time
         p_out = value_out + row * vo_batch + i_h * vo_head + slot * vo_time
-        _copy(p_x, p_out, m_t & (token >= 0), 0, D, BLOCK_V)
+        _copy(p_x, p_out, m_t & (token >= 0), 0, DV, BLOCK_V)
 
 
 def rotate_and_append(
@@ -140,11 +147,12 @@ def rotate_and_append(
     window: WindowTokens,
 ) -> Tensor:
     """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once."""
-    batch, heads, length, head_dim = query.shape
-    half = rotation.cos.shape[-1]
+    batch, heads, length, query_dim = query.shape
+    half, head_dim, value_dim = rotation.cos.shape[-1], key.shape[3], value.shape[3]
+    rest_q, rest = (power_of_two(width - 2 * half) * (2 * half < width) for width in (query_dim, head_dim))
     query, key, value = row_major(query), row_major(key), row_major(value)
-    # [batch, time, heads, head_dim], so that SDPA's output needs no copy before o_proj
-    out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
+    # [batch, time, heads, channels], so that SDPA's output needs no copy before o_proj
+    out = torch.empty(batch, length, heads, query_dim, dtype=query.dtype, device=query.device)
     index = window.index if isinstance(window.index, int) else window.index.contiguous()
     block = min(16, power_of_two(batch * length))
     _rotate_and_append_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
@@ -153,8 +161,8 @@ def rotate_and_append(
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
         *key_window.stride()[:3], *value_window.stride()[:3], window.layout.sinks, window.layout.ring,
         batch * length, length, heads, key.shape[1],
-        HALF=half, D=head_dim, BLOCK_D=power_of_two(half), BLOCK_T=block, PER_ROW=not isinstance(index, int),
-        REST=power_of_two(head_dim - 2 * half) * (2 * half < head_dim), BLOCK_V=power_of_two(head_dim),
+        HALF=half, DQ=query_dim, D=head_dim, DV=value_dim, BLOCK_D=power_of_two(half), BLOCK_T=block,
+        PER_ROW=not isinstance(index, int), REST_Q=rest_q, REST=rest, BLOCK_V=power_of_two(value_dim),
         num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out.transpose(1, 2)
@@ -207,9 +215,17 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
 
 
 @triton.jit
-def attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP: tl.constexpr):
-    """One step of the online softmax: queries [M, D] over keys and values [N, D], where `shown` [M or 1, N]."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+def attend_tile(
+    b_q, b_rest, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, LATENT: tl.constexpr, SOFT_CAP: tl.constexpr
+):
+    """One step of the online softmax: queries [M, D] over keys [N, D] and values [N, DV], where `shown` [M or 1, N].
+
+    If LATENT, keys end with the values, and queries with b_rest [M, DV].
+    """
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if LATENT:
+        b_s = tl.dot(b_rest, tl.trans(b_v), b_s, input_precision="ieee")
+    b_s *= scaling
     if SOFT_CAP > 0:
         b_s = capped(b_s, SOFT_CAP)
     b_s = tl.where(shown, b_s, float("-inf"))
@@ -221,37 +237,51 @@ def attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP: tl
     return new_max, b_sum * shrink + tl.sum(b_p, 1), b_acc
 
 
+@triton.jit
+def _as_decoded(b_q, decoded):
+    """Queries in the dtype of decoded tokens: bfloat16 ones in the range of float16."""
+    if b_q.dtype != decoded.dtype.element_ty:
+        b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(decoded.dtype.element_ty)
+    return b_q
+
+
 @triton.jit(do_not_specialize=["attended", "index", "i_batch", "i_time", "sinks", "ring", "query_len", "kv_len"])
 def _attend_kernel(
     query, key, value, attended, index, codes_out, codes_lse, out,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, i_batch, i_time,
     o_batch, o_head, o_time, ck_batch, ck_head, cv_batch, cv_head, sinks, ring, num_kv_heads, query_len, kv_len,
     scaling,
-    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFT_CAP: tl.constexpr, PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr, DECODED: tl.constexpr,
+    GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, PER_ROW: tl.constexpr,
+    HAS_CODES: tl.constexpr, DECODED: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes, if HAS_CODES.
 
     Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
-    query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, sinks + ring, D] of the
-    model's dtype, attended and index as in `WindowTokens`: numbers, or with PER_ROW int32 [batch] and
-    [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse float32
-    [batch, heads, query_len], out strided like the query. If DECODED, codes_out and codes_lse are decoded keys and
-    values instead, [batch, num_kv_heads, tokens, D] with strides c*_, of which each row attends to `attended` first.
+    query [batch, GROUPS * num_kv_heads, query_len, D], [..., D + DV] if LATENT: keys end with the values; key and
+    value [batch, num_kv_heads, sinks + ring, D or DV] of the model's dtype, attended and index as in `WindowTokens`:
+    numbers, or with PER_ROW int32 [batch] and [batch, query_len]; codes_out float32 [batch, heads, query_len, DV],
+    codes_lse float32 [batch, heads, query_len], out [batch, heads, query_len, DV] with strides o_*. If DECODED,
+    codes_out and codes_lse are decoded keys and values instead, [batch, num_kv_heads, tokens, D or DV] with strides
+    c*_, of which each row attends to `attended` first.
     SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of the longest row. Sums in float32.
     Tuned on one H200 (torch 2.11, triton 3.6).
     """
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    m_d, m_v = (o_d < D)[None, :], (o_v < DV)[None, :]
     m_m = o_m < GROUPS * query_len
     head = i_h * GROUPS + o_m // query_len
     time = (o_m % query_len).to(tl.int64)
-    m_q = m_m[:, None] & (o_d < D)[None, :]
-    rows = i_b * q_batch + head * q_head + time * q_time
+    m_out = m_m[:, None] & m_v
+    p_query = (query + i_b * q_batch + head * q_head + time * q_time)[:, None]
     # [M, D]
-    b_q = tl.load(query + rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    b_q = tl.load(p_query + o_d[None, :], mask=m_m[:, None] & m_d, other=0.0)
+    b_rest = b_q
+    if LATENT:
+        b_rest = tl.load(p_query + D + o_v[None, :], mask=m_out, other=0.0)
     if PER_ROW:
         attended = tl.load(attended + i_b)
         b_index = tl.load(index + i_b * i_batch + time * i_time, mask=m_m, other=0)
@@ -263,48 +293,45 @@ def _attend_kernel(
     oldest = attended % ring
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     key += i_b * k_batch + i_h * k_head
     value += i_b * v_batch + i_h * v_head
     if DECODED:
         codes_out += i_b * ck_batch + i_h * ck_head
         codes_lse += i_b * cv_batch + i_h * cv_head
-        b_rounded = b_q
-        if b_q.dtype != codes_out.dtype.element_ty:  # bfloat16 queries of float16 keys
-            b_rounded = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(codes_out.dtype.element_ty)
+        r_q, r_v = _as_decoded(b_q, codes_out), _as_decoded(b_rest, codes_out)
         for start in range(0, attended, BLOCK_N):
             o_n = start + tl.arange(0, BLOCK_N)
-            m_kv = (o_n < attended)[:, None] & (o_d < D)[None, :]
-            at = o_n.to(tl.int64)[:, None] * D + o_d[None, :]
-            b_k = tl.load(codes_out + at, mask=m_kv, other=0.0)
-            b_v = tl.load(codes_lse + at, mask=m_kv, other=0.0)
+            m_n, at = (o_n < attended)[:, None], o_n.to(tl.int64)[:, None]
+            b_k = tl.load(codes_out + at * D + o_d[None, :], mask=m_n & m_d, other=0.0)
+            b_v = tl.load(codes_lse + at * DV + o_v[None, :], mask=m_n & m_v, other=0.0)
             shown = (o_n < attended)[None, :]
-            b_max, b_sum, b_acc = attend_tile(b_rounded, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
+            b_max, b_sum, b_acc = attend_tile(r_q, r_v, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, LATENT, SOFT_CAP)
     for start in range(0, stop, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         place = oldest + o_n - sinks
         place = tl.where(place < ring, place, place - ring)
-        slot = tl.where(o_n < sinks, o_n, sinks + place).to(tl.int64)
-        m_kv = (o_n < stop)[:, None] & (o_d < D)[None, :]
+        slot = tl.where(o_n < sinks, o_n, sinks + place).to(tl.int64)[:, None]
+        m_n = (o_n < stop)[:, None]
         # [N, D]
-        b_k = tl.load(key + slot[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
-        b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
+        b_k = tl.load(key + slot * k_time + o_d[None, :], mask=m_n & m_d, other=0.0)
+        b_v = tl.load(value + slot * v_time + o_v[None, :], mask=m_n & m_v, other=0.0)
         shown = o_n[None, :] < b_seen[:, None]
-        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
+        b_max, b_sum, b_acc = attend_tile(b_q, b_rest, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, LATENT, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
     if HAS_CODES:
         pdl_wait()
         b_codes_lse = tl.load(codes_lse + flat, mask=m_m, other=float("-inf"))
-        b_codes_out = tl.load(codes_out + flat[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
+        b_codes_out = tl.load(codes_out + flat[:, None] * DV + o_v[None, :], mask=m_out, other=0.0)
         top = tl.maximum(b_lse, b_codes_lse)
         top = tl.where(top == float("-inf"), 0.0, top)
         w_window, w_codes = tl.exp(b_lse - top), tl.exp(b_codes_lse - top)
         total = tl.where(w_window + w_codes > 0, w_window + w_codes, 1.0)
         b_out = (b_out * w_window[:, None] + b_codes_out * w_codes[:, None]) / total[:, None]
-    p_out = out + i_b * o_batch + head[:, None] * o_head + time[:, None] * o_time + o_d[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
+    p_out = out + i_b * o_batch + head[:, None] * o_head + time[:, None] * o_time + o_v[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
 
 
 def attend_window(
@@ -319,21 +346,22 @@ def attend_window(
 ) -> Tensor:
     """As `kvcli.attention.reference.attend_window`, in one launch.
 
-    Instead of `codes`, (out, lse), it takes `decoded` keys and values [batch, num_kv_heads, tokens, head_dim].
+    Instead of `codes`, (out, lse), it takes `decoded` keys and values [batch, num_kv_heads, tokens, channels].
     """
-    batch, heads, query_len, head_dim = query.shape
-    kv_heads = key.shape[1]
-    output = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
+    batch, heads, query_len, query_dim = query.shape
+    kv_heads, head_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+    output = torch.empty(batch, query_len, heads, value_dim, dtype=query.dtype, device=query.device)
     out = output.transpose(1, 2)
-    groups = heads // kv_heads
-    width = max(16, power_of_two(head_dim))
+    groups, latent = heads // kv_heads, query_dim > head_dim
+    block_d, block_v = (max(16, power_of_two(width)) for width in (head_dim, value_dim))
     copies = 1 if decoded is None or decoded[0].dtype == query.dtype else 2
-    tile = tile_for(groups * query_len, width, query.element_size(), query.device, copies)
+    widths = block_d + block_v * latent, block_d, block_v
+    tile = tile_for(groups * query_len, widths, query.element_size(), query.device, copies)
     query, key, value = row_major(query), row_major(key), row_major(value)
     first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if decoded is not None:
-        first, second = (x if x.stride()[2:] == (head_dim, 1) else x.contiguous() for x in decoded)
+        first, second = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in decoded)
         strides = *first.stride()[:2], *second.stride()[:2]
     index = window.index
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, tile["BLOCK_M"]))](
@@ -341,8 +369,9 @@ def attend_window(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
         *strides, window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
-        GROUPS=groups, D=head_dim, BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0,
-        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, DECODED=decoded is not None, num_warps=4,
+        GROUPS=groups, D=head_dim, DV=value_dim, LATENT=latent, BLOCK_D=block_d, BLOCK_V=block_v, **tile,
+        SOFT_CAP=soft_cap or 0.0, PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None,
+        DECODED=decoded is not None,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip
     return output

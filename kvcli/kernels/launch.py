@@ -91,8 +91,13 @@ def tokens_per_split(length: int, programs_per_split: int, multiple_of: int, pro
 
     `programs_per_split` programs work on the same tokens; a multiprocessor runs `programs_per_sm` at once.
     """
-    num_splits = max(1, _NUM_SMS * programs_per_sm // programs_per_split)
+    num_splits = most_splits(programs_per_split, programs_per_sm)
     return max(1, cdiv(cdiv(length, multiple_of), num_splits)) * multiple_of
+
+
+def most_splits(programs_per_split: int, programs_per_sm: int) -> int:
+    """Splits of tokens of which a GPU runs all programs at once, 1 or more."""
+    return max(1, _NUM_SMS * programs_per_sm // programs_per_split)
 
 
 def norm_unit(width: int) -> float:

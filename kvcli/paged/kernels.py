@@ -82,7 +82,7 @@ def _attend_full_precision_kernel(
         # [N, D]
         b_k = tl.load(p_k[:, None] + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0)
         b_v = tl.load(p_v[:, None] + o_d[None, :], mask=m_n[:, None] & m_d, other=0.0)
-        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
+        b_max, b_sum, b_acc = attend_tile(b_q, b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, False, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     if HAS_OTHERS:
@@ -125,7 +125,7 @@ def attend(
         query = query.to(rings.dtype)
     groups, table = heads // kv_heads, part.pages.table
     out, lse = (query, query) if others is None else (x.contiguous() for x in others)
-    tile = tile_for(groups * count, max(16, power_of_two(head_dim)), query.element_size(), query.device)
+    tile = tile_for(groups * count, (max(16, power_of_two(head_dim)),) * 3, query.element_size(), query.device)
     _attend_full_precision_kernel[(requests * kv_heads, cdiv(groups * count, tile["BLOCK_M"]))](
         query, key, value, sinks, rings,
         part.tokens.contiguous(), part.num_computed_tokens, part.num_coded, part.ring_slots, table, out, lse,
@@ -134,7 +134,7 @@ def attend(
         *output.stride()[:2], table.stride(0), kv_heads, count, count if new else 0, scaling,
         GROUPS=groups, D=head_dim, SINKS=sinks.shape[1], RING=rings.shape[1],
         BLOCK_D=max(16, power_of_two(head_dim)), **tile, SOFT_CAP=soft_cap or 0.0, HAS_OTHERS=others is not None,
-        HAS_LOGITS=sink_logits is not None, num_warps=4, **({} if others is None else pdl_launch_options()),
+        HAS_LOGITS=sink_logits is not None, **({} if others is None else pdl_launch_options()),
     )  # fmt: skip
 
 

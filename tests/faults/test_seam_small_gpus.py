@@ -104,7 +104,7 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
         limit = launch.HOPPER_SHARED_MEMORY if hopper else LARGE_LIMIT
         monkeypatch.setattr(window_kernels, "shared_memory_limit", lambda device: limit)
         window_kernels.tile_for.cache_clear()
-        tiles.append(window_kernels.tile_for(48, 64, 4, model.device))
+        tiles.append(window_kernels.tile_for(48, (64, 64, 64), 4, model.device))
         with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             return torch.stack([model(**piece, **with_cache(cache)).logits[:, -1] for piece in pieces])
