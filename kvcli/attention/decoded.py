@@ -26,12 +26,14 @@ def attend_dequantized(
 ) -> PartialAttention:
     """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
 
-    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
+    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11. Tokens
+    that are stored as they are need neither dtype nor memory of their own.
     """
-    if query.dtype == torch.bfloat16:
-        query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
+    if (dtype := _dtype(codec, query)) != query.dtype:
+        query = query.float().clamp(-FP16_MAX, FP16_MAX).to(dtype)
     state: PartialAttention | None = None
-    for start, stop in codec.blocks(encoded.length, _block_tokens(codec, query), encoded.page_size):
+    most = encoded.length if _stored(codec) and encoded.pages is None else _block_tokens(codec, query)
+    for start, stop in codec.blocks(encoded.length, most, encoded.page_size):
         rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
         key_codes, value_codes = encoded.codes(start, stop)
         key = codec.decode_keys(key_codes, encoded.key_state, rotation, query.dtype)
@@ -57,7 +59,7 @@ def attend_dequantized(
 
 def dequantize_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tuple[Tensor, Tensor] | None:
     """All keys and values, decoded as for `attend_dequantized`; None if they are more than one of its blocks."""
-    dtype = torch.float16 if query.dtype == torch.bfloat16 else query.dtype
+    dtype = _dtype(codec, query)
     if encoded.length > _block_tokens(codec, query):
         return None
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(0, encoded.length)
@@ -78,7 +80,7 @@ def attend_prefill(
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        key, value: of the same tokens, [batch, num_kv_heads, query_len, head_dim], rotated keys.
+        key, value: of the same tokens, [batch, num_kv_heads, query_len, head_dim or value_dim], rotated keys.
         codes: (out, lse) over the codes, if there are any; overwritten.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
@@ -97,7 +99,7 @@ def _extend(
 ) -> PartialAttention:
     """Adds keys that all sequences have to a state, in place if there is one, and returns it."""
     part = None
-    if query.shape[2] >= PREFILL_THRESHOLD and soft_cap is None:
+    if query.shape[2] >= PREFILL_THRESHOLD and soft_cap is None and query.shape[3] == key.shape[3]:
         part = fused_sdpa(query, key, value, scaling, causal=causal)
     if part is None:
         return chunk_kernels.extend(state, query, key, value, scaling, causal=causal, soft_cap=soft_cap)
@@ -107,10 +109,20 @@ def _extend(
     return state
 
 
+def _stored(codec: LayerCodec) -> bool:
+    """Whether tokens are stored as they are, keys without an offset."""
+    return codec.key.exact and codec.value.exact and not codec.needs_rotations
+
+
+def _dtype(codec: LayerCodec, query: Tensor) -> torch.dtype:
+    """What queries and decoded tokens are multiplied in."""
+    return torch.float16 if query.dtype == torch.bfloat16 and not _stored(codec) else query.dtype
+
+
 def _block_tokens(codec: LayerCodec, query: Tensor) -> int:
     """Tokens of a sequence that are decoded at once."""
     budget = _BLOCK_BYTES if query.shape[2] >= PREFILL_THRESHOLD else _FEW_BLOCK_BYTES
-    per_token = 2 * codec.key.spec.kv_dim * query.element_size()
+    per_token = codec.key.spec.kv_width * query.element_size()
     return max(_MIN_BLOCK_TOKENS, budget // (query.shape[0] * per_token))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from kvcli.errors import UsageError
-from kvcli.kernels.launch import FP16_MAX
+from kvcli.kernels.launch import FP16_MAX, has_hopper_shared_memory
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
@@ -130,6 +130,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     calibrated_range: bool = False
     """Whether `peak` is relative to what was calibrated, so that float16 numbers can exceed the range, too."""
 
+    exact: bool = False
+    """Whether tokens are stored as they are, so that decoding to their dtype copies nothing."""
+
     fused: bool = False
     """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
 
@@ -205,7 +208,13 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
     def kernel_note(self, device: torch.device) -> str | None:
         """How and why encoding on a device does without its kernels; None if it uses them or has none."""
-        return None
+        if self.fits(device):
+            return None
+        return f"{self.spec.head_dim} channels are coded in PyTorch: kernels need more shared memory than the GPU has"
+
+    def fits(self, device: torch.device) -> bool:
+        """Whether kernels of these channels fit into the shared memory of a device."""
+        return self.spec.head_dim <= 256 or has_hopper_shared_memory(device)
 
     def make_kernel_tables(self) -> None:
         """Computes the tables that kernels read, from the buffers, as the first call of a kernel would."""

@@ -22,7 +22,7 @@ class FP16Codes(Codes):
 
 
 class _FP16(KeyCodec[FP16Codes, None], ValueCodec[FP16Codes]):
-    max_magnitude = float("inf")
+    max_magnitude, exact = float("inf"), True
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
