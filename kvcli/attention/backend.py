@@ -19,6 +19,7 @@ from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.layer_codec import AttendCodes, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate
+from kvcli.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ def _attend_codes(fused: AttendCodes, codec: LayerCodec, *arguments: Any) -> Par
     return (attend_dequantized if codec.plain else fused)(codec, *arguments)
 
 
+def _unequal(spec: ModelSpec) -> str | None:
+    """Why no attention kernel of a method can read codes of these shapes: they take values that are as wide as keys."""
+    if spec.latent:
+        return "latents (MLA)"
+    unequal = spec.value_dim != spec.head_dim
+    return f"values of {spec.value_dim} channels beside keys of {spec.head_dim}" if unequal else None
+
+
 def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, device: torch.device) -> AttentionBackend:
     """The backend for a method's layers on a device.
 
@@ -102,7 +111,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     if method.attend_kernels is not None:
         kernels = import_module(method.attend_kernels)
         coded = [codec for codec in codecs if not codec.plain]
-        reason = next((r for r in map(kernels.unsupported, coded) if r is not None), None)
+        reason = next((r for x in coded if (r := _unequal(x.key.spec) or kernels.unsupported(x)) is not None), None)
         if reason is None:
             fused, note = kernels.fused_attend, None
             attend_codes = fused if len(coded) == len(codecs) else partial(_attend_codes, fused)

@@ -86,16 +86,11 @@ class Session:
         device = devices_of_layers(model)[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self.notes = self._seam.attention.notes
-        if (spec.latent or spec.value_dim != spec.head_dim) and impl != "reference":
-            if impl == "fused":
-                what = f"values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"
-                raise UsageError(f"the kernels need {'keys and values, not latents' if spec.latent else what}")
-            impl = "reference"
         self._baseline = choose_backend(get_method(BASELINE), (), impl, device)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         for layer_idx, codec in enumerate(codecs):
             codec.rotated = layer_idx not in spec.unrotated
-            codec.use_kernels(self.backend.impl == "fused")
+            codec.use_kernels(self.backend.impl == "fused", device)
         self._known: CacheIdentity | None = None
         self._fused: Any = None
         self._seam.open()

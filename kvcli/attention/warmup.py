@@ -108,7 +108,7 @@ def _attend(
         query, key, value = (
             torch.zeros(rows, count, heads, width, dtype=dtype, device=device).transpose(1, 2)
             for heads, width in (
-                (spec.num_heads, spec.head_dim),
+                (spec.num_heads, layer.attention.query_dim(spec.head_dim)),
                 (spec.num_kv_heads, spec.head_dim),
                 (spec.num_kv_heads, spec.value_dim),
             )

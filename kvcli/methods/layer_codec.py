@@ -161,9 +161,10 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         codec.rotated, codec.sequence_offset = self.rotated, self.sequence_offset
         return codec
 
-    def use_kernels(self, fused: bool) -> None:
-        """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
-        self.key.fused = self.value.fused = fused
+    def use_kernels(self, fused: bool, device: torch.device | None = None) -> None:
+        """Sets whether encoding and decoding run in Triton kernels, where the codecs have them that fit the device."""
+        for part in (self.key, self.value):
+            part.fused = fused and (device is None or part.fits(device))
 
     def make_kernel_tables(self) -> None:
         """Computes the tables that kernels read, from the buffers, so that `fitted_bytes` counts them."""

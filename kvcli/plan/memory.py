@@ -185,7 +185,7 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
     if tokens < context:
         earlier = min(context, _BLOCK_TOKENS)
         total += 2 * _DECODED_BYTES if fused else 3 * 4 * batch * earlier * spec.kv_width
-        total += 3 * 4 * count * spec.num_heads * (spec.head_dim if fused else earlier)
+        total += 3 * 4 * count * spec.num_heads * (max(spec.head_dim, spec.value_dim) if fused else earlier)
         total += 3 * 4 * batch * context * spec.rope.rotary_dim  # cosines and sines of all codes, while they are made
     return total
 

@@ -58,6 +58,10 @@ class LayerAttention:
         """Whether scores are products of queries and keys, and nothing else."""
         return self.soft_cap is None and not self.has_sinks
 
+    def query_dim(self, head_dim: int) -> int:
+        """Channels of a query, where cached keys have `head_dim`."""
+        return head_dim + self.latent * int(getattr(self.module, "qk_nope_head_dim", 0))
+
     def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads, from what is cached [batch, num_kv_heads, time, head_dim or value_dim]."""
         return expanded(self.module, key, value) if self.latent else (key, value)

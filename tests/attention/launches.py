@@ -2,7 +2,7 @@
 
     python tests/attention/launches.py 'METHOD HEAD_DIM HEADS KV_HEADS BATCH DTYPE' ...
 
-Run it without TRITON_INTERPRET, with `tests/kernels` on the path.
+Run it without TRITON_INTERPRET, with `tests/kernels` on the path. 0 kv heads: latents of twice as many channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import compiled_kernels
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -50,8 +50,8 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
         for _, launch in variants:
             launch()
 
-    def no_sdpa(query: Any, *others: Any) -> Any:
-        return torch.zeros_like(query.transpose(1, 2))
+    def no_sdpa(query: Any, key: Any, value: Any, *others: Any) -> Any:
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
     def taken(self: Any, module: Any, forward: Any, settings: list[Any], weights: Any) -> None:
         """What kernels have not written cannot be compared."""
@@ -65,11 +65,15 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     steps.Steps.check_ranges = lambda self: None  # type: ignore[method-assign]
     accept = decoder.Decoder._accept
     decoder.Decoder._accept = lambda self, logits: accept(self, torch.zeros_like(logits))  # type: ignore[method-assign]
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=4 * heads, intermediate_size=8, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=8192, pad_token_id=None,
-    )  # fmt: skip
-    model, draw, when = LlamaForCausalLM(config).eval().to(dtype), random.Random(0), "warm-up"
+    shape = {
+        "vocab_size": 97, "hidden_size": 4 * heads, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads or heads, "max_position_embeddings": 8192,
+        "pad_token_id": None,
+    }  # fmt: skip
+    latent = {"kv_lora_rank": 2 * head_dim, "qk_rope_head_dim": head_dim, "q_lora_rank": None}
+    latent |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2}
+    config = LlamaConfig(**shape, head_dim=head_dim) if kv_heads else DeepseekV2Config(**shape, **latent)
+    model, draw, when = AutoModelForCausalLM.from_config(config).eval().to(dtype), random.Random(0), "warm-up"
     with torch.inference_mode(), open_session(model, MethodChoice(method), "fused", 0) as session:
         session.fused_modules()  # which tries kernels
         tried, names = len(launched), session.warmup(batch, chunk=32)

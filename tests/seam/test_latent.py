@@ -111,5 +111,5 @@ def test_gradients_of_latents_are_those_of_their_scores_and_sums(monkeypatch: py
 
 
 def test_what_latents_do_not_have() -> None:
-    with pytest.raises(UsageError, match="keys and values, not latents"):
+    with pytest.raises(UsageError, match="kivi does not support latents"):
         kvcli.attach(make("deepseek_v3"), "kivi-2", impl="fused")

@@ -303,6 +303,10 @@ def _decode_kernel(
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
 
 
+def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
+    return _TILES.on(device) if head_dim <= 128 else {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
+
+
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor
 ) -> None:
@@ -311,7 +315,7 @@ def encode_tokens(
     batch, heads, length, head_dim = x.shape
     width = head_dim // BANDS
     if x.numel():
-        tile = _TILES.on(x.device) if head_dim <= 128 else _WIDE_TILE
+        tile = _tile(head_dim, x.device)
         _encode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             x, inverse, mean, weights, fields, packed, gain, *x.stride()[:3],
             packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, D=head_dim, W=width,
@@ -328,7 +332,7 @@ def decode_tokens(
     width = head_dim // BANDS
     out = packed.new_empty(batch, heads, length, head_dim, dtype=dtype)
     if out.numel():
-        tile = _TILES.on(packed.device) if head_dim <= 128 else _WIDE_TILE
+        tile = _tile(head_dim, packed.device)
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
             heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32,
