@@ -113,6 +113,11 @@ class Rotation:
                 vars(part)[name] = getattr(self, name).last(count)
         return part
 
+    def at(self, tokens: Tensor) -> Rotation:
+        """Some tokens, indices [count]."""
+        positions = None if self.positions is None else self.positions[:, tokens]
+        return Rotation(self.cos[:, :, tokens], self.sin[:, :, tokens], self.rope, positions)
+
     def select(self, rows: list[int]) -> Rotation:
         """Some rows of the batch."""
         positions = None if self.positions is None else self.positions[rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state
-from kvcli.cache.forward import Forward
+from kvcli.cache.forward import CodeRun, Forward
 from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.cache.ranges import Note
 from kvcli.methods.base import without_autocast
@@ -81,25 +82,25 @@ def _attend_window_and_codes(
     Many new tokens attend to each other apart from the older tokens of the window, which all of them see.
     """
     count, window, scaling = query.shape[2], forward.window, call.scaling
-    codes, decoded, num_codes = None, None, forward.counts.max_codes
-    if num_codes:
+    codes, few = None, backend.decode_threshold < count < backend.prefill_threshold and call.sinks is None
+    runs: Sequence[CodeRun] = ()
+    if forward.counts.max_codes:
+        runs = forward.code_runs(store.codec) if store.codec.needs_rotations else forward.code_run
+    for run in runs:
         encoded = EncodedTokens(
-            key_codes=store.key_codes.codes.slice(0, num_codes),
+            key_codes=store.key_codes.codes.slice(run.start, run.stop),
             key_state=store.state,
-            value_codes=store.value_codes.codes.slice(0, num_codes),
-            rotations=forward.code_rotations(store.codec) if store.codec.needs_rotations else None,
-            lengths=forward.code_lengths,
+            value_codes=store.value_codes.codes.slice(run.start, run.stop),
+            rotations=run.rotations,
+            lengths=run.lengths,
         )
-        if (
-            backend.decode_threshold < count < backend.prefill_threshold
-            and call.sinks is None
-            and backend.dequantize_all is not None
-        ):
+        if few and len(runs) == 1 and backend.dequantize_all is not None:
             decoded = backend.dequantize_all(store.codec, query, encoded)
-        if decoded is not None:
-            return backend.attend_window(query, store.keys, store.values, window, scaling, None, decoded=decoded)
+            if decoded is not None:
+                return backend.attend_window(query, store.keys, store.values, window, scaling, None, decoded=decoded)
         attend = backend.attend_codes if count <= backend.decode_threshold else backend.attend_dequantized
-        codes = attend(store.codec, query, encoded, scaling)
+        part = attend(store.codec, query, encoded, scaling)
+        codes = part if codes is None else merge_state(codes, part)
     if call.sinks is not None:  # keys of these logits, whose values are 0
         lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
         sinks = torch.zeros(*query.shape[:3], store.values.shape[3], device=query.device), lse

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.chunks import Chunks
+from kvcli.attention.compose import Composed, compose
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
 from kvcli.attention.generation import (
     Generated,
@@ -64,6 +65,7 @@ class Session:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
         backends: of each layer, with its soft cap.
         notes: a line each about what is unusual in how the model attends.
+        seam: the patch on the model.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class Session:
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
         device = devices_of_layers(model)[0]
-        self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
-        self.notes = self._seam.attention.notes
+        self.seam = Seam(model, self._attend, self._check_call, self._check_drafts)
+        self.notes = self.seam.attention.notes
         self._baseline = choose_backend(get_method(BASELINE), (), impl, device)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         for layer_idx, codec in enumerate(codecs):
@@ -93,12 +95,12 @@ class Session:
             codec.use_kernels(self.backend.impl == "fused", device)
         self._known: CacheIdentity | None = None
         self._fused: Any = None
-        self._seam.open()
+        self.seam.open()
 
     @property
     def rope(self) -> Rope:
         """The rotation of the layers' keys."""
-        return self._seam.rope
+        return self.seam.rope
 
     @property
     def backend(self) -> AttentionBackend:
@@ -110,7 +112,7 @@ class Session:
         self._backend = backend
         self.backends = [
             (backend if layer.layer_idx in self.layers else self._baseline).with_soft_cap(layer.soft_cap)
-            for layer in self._seam.attention.layers
+            for layer in self.seam.attention.layers
         ]
 
     @property
@@ -120,7 +122,7 @@ class Session:
 
     def check_later_passes(self) -> None:
         """Raises ModelError where a text cannot be read in several passes (`ModelAttention.drops_state`)."""
-        self._seam.attention.check_later_passes()
+        self.seam.attention.check_later_passes()
 
     def new_cache(self, length: int | None = None) -> CompressedCache:
         """An empty cache, for one call of `generate` or the passes over one batch.
@@ -130,7 +132,7 @@ class Session:
                 those of the first pass, or of the prompt that `generate` is given.
         """
         identity, layers = partial(self._identity_since, weights_identity(self.model)), len(self.layers)
-        cache = CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, layers, identity)
+        cache = CompressedCache(self.spec, self.method, self.config, self.codecs, self.seam, layers, identity)
         if length is not None:
             cache.sequences.begin(length)
         return cache
@@ -142,6 +144,17 @@ class Session:
             CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
+        length = self.check_context(context)
+        cache = self.new_cache()
+        cache.sequences.rope = self.rope.for_length(length)
+        cache.restore(context.snapshot, release or context is not source)
+        return cache
+
+    def check_context(self, context: Context) -> int:
+        """Checks that a context is one that this session could have made; returns the length by which it was rotated.
+
+        CacheError: it is of another model, RoPE, dtype, method, artifact or setting, or contradicts itself.
+        """
         length, switch = max(context.snapshot.counts.lengths), self.rope.switch
         reason = self.identity(length).difference(context.identity)
         if reason is not None and switch is not None and length <= switch:  # it may be the beginning of a longer text
@@ -160,10 +173,7 @@ class Session:
                 )
         except CacheError as error:
             raise CacheError(f"{context.name} contradicts itself: {error}") from error
-        cache = self.new_cache()
-        cache.sequences.rope = self.rope.for_length(length)
-        cache.restore(context.snapshot, release or context is not source)
-        return cache
+        return length
 
     def identity(self, length: int = 1) -> CacheIdentity:
         """What the content of this session's caches depends on, with the adapters that are active now.
@@ -313,7 +323,7 @@ class Session:
             CacheError: a cache of another session.
             UsageError: `graphs` without a GPU, or steps for a cache that they cannot serve.
         """
-        cache.check_session(self._seam)
+        cache.check_session(self.seam)
         mode = mode or default_mode(cache, self.model.device, fused=self.backend.impl == "fused", width=width)
         if mode == "graphs" and self.model.device.type != "cuda":
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
@@ -341,7 +351,7 @@ class Session:
         Raises:
             CacheError: an empty cache, one of another session, or values beyond what the codes hold.
         """
-        cache.check_session(self._seam)
+        cache.check_session(self.seam)
         cache.passes.check_at_rest()
         sequences = cache.sequences
         counts = sequences.append((0,) * len(sequences.lengths), sequences.valid, everything=True)
@@ -354,9 +364,36 @@ class Session:
                     flush_layer(layer.store, here, backend, layer_idx, 0)
                 forward.ranges.check()
 
+    def compose(
+        self,
+        contexts: Sequence[Context],
+        *,
+        repair: float = 0.1,
+        starts: Sequence[int] | None = None,
+        prefill_chunk: int | None = None,
+        progress: Progress = no_progress,
+    ) -> Composed:
+        """A cache of documents that were each read alone, in this order; no code but those read again is touched.
+
+        One document alone is its own context, bit for bit. Of several, only the sinks of the first are in full
+        precision.
+
+        Args:
+            contexts: of this session, each one text.
+            repair: share of the later documents' tokens that are read again, with those before them in sight.
+            starts: at which of its tokens the document of each context begins; what is before, which documents have in
+                common, is taken from the first. Default: their notes, as `kvcli.text.document` writes them, or 0.
+            prefill_chunk: tokens per pass that reads again; None: all.
+
+        Raises:
+            UsageError: a model or method of which a text's codes are of its place, or contexts of anything else.
+            CacheError: as for `load_cache`.
+        """
+        return compose(self, contexts, repair, starts, prefill_chunk, progress)
+
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""
-        self._seam.close()
+        self.seam.close()
 
     def __enter__(self) -> Session:
         return self
@@ -367,13 +404,13 @@ class Session:
     def _check_call(self, call: Mapping[str, Any]) -> None:
         """Raises CacheError where a forward pass would write pre-RoPE keys to a cache that is not this session's."""
         cache = cache_of(call)
-        self._seam.current.rope = None
+        self.seam.current.rope = None
         if isinstance(cache, CompressedCache):
-            cache.check_session(self._seam)
+            cache.check_session(self.seam)
             rope = cache.sequences.rope
             if not torch.is_inference_mode_enabled():
                 make_writable(cache.other_layers)
-            self._seam.current.rope = rope if rope.length is not None else None
+            self.seam.current.rope = rope if rope.length is not None else None
         elif cache is not None or call["use_cache"]:
             # Phi-3's own generate drops its cache where a text grows over this length
             limit, dropped = getattr(self.model.config, "original_max_position_embeddings", None), ""
@@ -402,7 +439,7 @@ class Session:
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 output = attend_layer(call, backend)
             new = call.key
-            self._seam.current.on_failure = new.layer.passes.break_off
+            self.seam.current.on_failure = new.layer.passes.break_off
             if not torch.is_grad_enabled():
                 return output
             refused: Tensor = _RefuseBackward.apply(output, call.query, new.key, new.value)  # type: ignore[no-untyped-call]

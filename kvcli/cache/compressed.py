@@ -195,6 +195,11 @@ class CompressedCache(Cache):
         """Windows and codes of the compressed layers, once they hold a token."""
         return [layer.store for layer in self.compressed if layer.store is not None]
 
+    @property
+    def gap(self) -> int:
+        """By how much the position of the next token exceeds the number of tokens; 0 in steps, which know positions."""
+        return self.sequences.gap if self.passes.step is None else 0
+
     def step_obstacle(self, width: int = 1) -> str | None:
         """Why passes of so many tokens cannot count on the device (`kvcli.cache.step`); None if they can."""
         others, config = self.other_layers, self._seam.model.config.get_text_config(decoder=True)

@@ -97,6 +97,7 @@ def put(
     counts.state, counts.layout = (stored.lengths, stored.coded_keys, stored.coded_values, stored.attended), layout
     sequences.observed = [*stored.observed]
     sequences.valid, sequences.positions = valid.to(device, copy=True), positions.to(device, copy=True)
+    sequences.note_gaps()
     return stores
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,20 @@ MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and 
 
 _BLOCK = 512
 """Queries whose mask is checked at once."""
+
+
+class CodeRun(NamedTuple):
+    """Tokens [start, stop) of those attended to as codes.
+
+    Attributes:
+        lengths: how many of them each row has, int32 [batch]; None when all have all.
+        rotations: their RoPE, if `LayerCodec.needs_rotations`.
+    """
+
+    start: int
+    stop: int
+    lengths: Tensor | None
+    rotations: TokenRotations | None
 
 
 @dataclass
@@ -46,7 +61,7 @@ class Forward:
     device: torch.device
     ranges: Ranges = field(default_factory=Ranges)
     _elsewhere: dict[torch.device, Forward] = field(default_factory=dict, init=False)
-    _code_rotations: dict[bool, TokenRotations] = field(default_factory=dict, init=False)
+    _code_runs: dict[bool, list[CodeRun]] = field(default_factory=dict, init=False)
 
     def on(self, device: torch.device) -> Forward:
         """The same pass for layers on a device, one object for all of them."""
@@ -72,19 +87,32 @@ class Forward:
         """The rotation by 0 of the new slots, of layers that do not rotate."""
         return Rotation.none(self.rotation)
 
-    def code_rotations(self, codec: LayerCodec) -> TokenRotations:
-        """RoPE of the tokens that a layer attends to as codes.
+    @cached_property
+    def code_run(self) -> list[CodeRun]:
+        """The tokens that layers attend to as codes which take no RoPE."""
+        return [CodeRun(0, self.counts.max_codes, self.code_lengths, None)]
 
-        All layers of the pass share its tables, and no other pass: with few layers or heads they are larger than codes.
+    def code_runs(self, codec: LayerCodec) -> list[CodeRun]:
+        """The tokens that a layer attends to as codes, in runs of consecutive positions.
+
+        All layers of the pass share tables of RoPE, and no other pass: with few layers or heads they are larger than
+        codes.
         """
-        if isinstance(self.counts, DeviceCounts):
-            return self.counts.rotations[codec.rotated]
-        if codec.rotated not in self._code_rotations:
-            first = self.sequences.counts.sink_length
-            positions = self.sequences.positions[:, first : first + self.counts.max_codes].to(self.device)
-            rope = self.sequences.rope_of(codec.rotated)
-            self._code_rotations[codec.rotated] = TokenRotations(rope, positions, self.code_lengths)
-        return self._code_rotations[codec.rotated]
+        if codec.rotated not in self._code_runs:
+            counts, lengths, runs = self.counts, self.code_lengths, list[CodeRun]()
+            for i, (start, stop) in enumerate(self.sequences.runs(counts.max_codes)):
+                of_run = None
+                if stop == counts.max_codes and lengths is not None:  # rows differ behind all documents
+                    of_run = lengths - start if start else lengths
+                if isinstance(counts, DeviceCounts):
+                    rotations = counts.rotations[codec.rotated][i]
+                else:
+                    first = counts.layout.sinks
+                    positions = self.sequences.positions[:, first + start : first + stop].to(self.device)
+                    rotations = TokenRotations(self.sequences.rope_of(codec.rotated), positions, of_run)
+                runs.append(CodeRun(start, stop, of_run, rotations))
+            self._code_runs[codec.rotated] = runs
+        return self._code_runs[codec.rotated]
 
     def key_rotations(self, codec: LayerCodec) -> list[Rotation]:
         """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""

@@ -25,6 +25,7 @@ class Sequences:
         valid: boolean [batch, slots], False at padding.
         positions: RoPE positions of the tokens of each row, int32 [batch, capacity].
         observed: tokens of each row that the key codec's state was computed from.
+        gap: by how much the next position exceeds the number of tokens, where documents stand side by side.
     """
 
     def __init__(self, rope: Rope, counts: TokenCounts, stateful: bool = False) -> None:
@@ -32,6 +33,7 @@ class Sequences:
         self.observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self.positions = torch.zeros(0, 0, dtype=torch.int32)
+        self.gap, self._starts = 0, (0,)
 
     @property
     def lengths(self) -> Counts:
@@ -47,6 +49,20 @@ class Sequences:
     def nbytes(self) -> int:
         """Bytes of positions and padding marks."""
         return self.valid.nbytes + self.positions.nbytes
+
+    def note_gaps(self) -> None:
+        """Notes where the only row's positions leave some out; those of several rows are taken for consecutive."""
+        self.gap, self._starts = 0, (0,)
+        if len(self.lengths) == 1 and self.lengths[0]:
+            positions, sinks = self.positions[0, : self.lengths[0]], self.counts.sink_length
+            starts = (positions.diff() != 1).nonzero()[:, 0] + 1 - sinks
+            self._starts = (0, *(start for start in starts.tolist() if start > 0))
+            self.gap = int(positions[-1]) + 1 - len(positions)
+
+    def runs(self, codes: int) -> list[tuple[int, int]]:
+        """Ranges [start, stop) of the first tokens after the sinks, so many, each of consecutive positions."""
+        starts = [start for start in self._starts if not start or start < codes]
+        return [*zip(starts, [*starts[1:], codes], strict=True)]
 
     def begin(self, length: int, query_len: int = 0) -> None:
         """Takes the rotation of a text of so many tokens, which will be read, or now goes on by `query_len` tokens.
@@ -135,6 +151,8 @@ class Sequences:
         self.counts.truncate(removed)
         self.valid = self.valid[:, : self.slots - slots].clone()
         self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
+        if self.gap:
+            self.note_gaps()
         return [row for row, length in enumerate(lengths) if not length]
 
     def append(self, new: Counts, valid: Tensor, everything: bool = False) -> HostCounts:

@@ -56,7 +56,7 @@ class DeviceCounts:
         max_codes: most tokens of a row that are attended to as codes, `capacity`; launches depend on it.
         layout: of the window buffers, which no step changes.
         keys, values: those that are encoded; none, but in what `encoding` returns.
-        rotations: RoPE of the tokens attended to as codes, of layers that rotate and of those that do not.
+        rotations: RoPE of runs of tokens attended to as codes, of layers that rotate and of those that do not.
         ranges: the largest numbers that were encoded since they were checked.
     """
 
@@ -80,8 +80,11 @@ class DeviceCounts:
         )
         self._hosts: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((host, None) for host in hosts)
         self._positions = sequences.positions
-        codes = self._positions[:, self.layout.sinks : self.layout.sinks + capacity]
-        self.rotations = {rotated: TokenRotations(sequences.rope_of(rotated), codes) for rotated in (True, False)}
+        codes, runs = self._positions[:, self.layout.sinks : self.layout.sinks + capacity], sequences.runs(capacity)
+        self.rotations = {
+            rotated: [TokenRotations(sequences.rope_of(rotated), codes[:, start:stop]) for start, stop in runs]
+            for rotated in (True, False)
+        }
         self.ranges = StepRanges(2 * num_layers, device)
 
     def load(self, counts: HostCounts) -> None:

@@ -211,7 +211,7 @@ class Seam:
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuses arguments and settings that this attention would ignore, and gives positions where there are none.
 
-        Some models count from 0 then, whatever the cache holds.
+        Some models count from 0 then, whatever the cache holds; none knows of positions that a cache leaves out.
         """
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._text.config
         if config._attn_implementation != ATTENTION_NAME:
@@ -233,12 +233,18 @@ class Seam:
         if cache is not None and tokens is not None and tokens.shape[1] > 1 and cache.get_seq_length():
             self.attention.check_later_passes()
         self.current.is_running = True
-        positional = self._parameters[: len(args)]
+        positional, gap = self._parameters[: len(args)], getattr(cache, "gap", 0)
         if cache is None or tokens is None or "position_ids" not in self._parameters or "position_ids" in positional:
+            if gap:
+                raise ModelError("documents stand side by side in this cache: pass position_ids by name, or none")
             return None
-        if call.get("position_ids") is None and call.get("attention_mask") is None:
-            start = cache.get_seq_length()
-            kwargs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        start: int = cache.get_seq_length()
+        positions: Tensor | None = call.get("position_ids")
+        if positions is None and (gap or call.get("attention_mask") is None):
+            first = start + gap
+            kwargs["position_ids"] = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        elif positions is not None and gap and int(positions.flatten()[0]) == start:  # as transformers' generate counts
+            kwargs["position_ids"] = positions + gap
         return args, kwargs
 
     @untraced

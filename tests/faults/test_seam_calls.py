@@ -151,7 +151,7 @@ def test_passes_of_two_threads_interleave(tiny_model: Any) -> None:
 def test_nothing_of_a_pass_is_kept_and_an_attached_model_is_not_copied(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
         tiny_model(ids(5), **with_cache(session.new_cache()))
-        assert session._seam.current.output is None
+        assert session.seam.current.output is None
         for make in (copy.deepcopy, pickle.dumps):
             for attached in (tiny_model, session):
                 with pytest.raises(ModelError, match="detach first"):

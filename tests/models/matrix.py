@@ -288,7 +288,7 @@ def row(model_type: str, tokenizer: str = "bytes", verbs: Collection[str] = tupl
             return {**found, "what": "not tried", "refused": {"make": "sizes in its config make no tiny model"}}
         try:
             with subject.attach() as session:
-                own = any(layer.own_rotation for layer in session._seam.attention.layers)
+                own = any(layer.own_rotation for layer in session.seam.attention.layers)
         except KvcliError as error:
             return {**found, "what": "nothing", "refused": {"attach": reason(error)}}
         what = f"{'some' if session.spec.other_layers else 'all'} layers{', keys after RoPE' if own else ''}"

@@ -1,0 +1,202 @@
+"""Documents side by side: what stays of each, what is left out, and what is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from factories import WINDOW, make_model
+from families import make
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvcli
+from kvcli.attention.compose import _code_rotation, _decoded, deviations
+from kvcli.attention.session import Session
+from kvcli.cache.context import Context
+from kvcli.cache.joined import obstacle
+from kvcli.errors import CacheError, UsageError
+from kvcli.registry import METHODS, get_method
+from kvcli.seam.versions import with_cache
+
+PREFIX, QUESTION = torch.arange(3, 8)[None], torch.tensor([[9, 11, 10, 60]])
+DOCUMENTS = [torch.randint(3, 97, (1, count), generator=torch.Generator().manual_seed(count)) for count in (30, 41, 27)]
+MOVABLE = ["fp16", "commvq", "klt", "kvquant"]
+SHORT: dict[str, Any] = {**WINDOW, "impl": "reference"}
+
+
+@pytest.fixture(params=MOVABLE)
+def session(request: pytest.FixtureRequest, tiny_model: Any, tiny_artifact: Any) -> Iterator[Session]:
+    method = get_method(request.param)
+    how: Any = {"artifact": tiny_artifact(method)} if method.needs_artifact else {}
+    with torch.no_grad(), kvcli.attach(tiny_model, method.name, **how, **SHORT) as session:
+        yield session
+
+
+def contexts(session: Session, prefix: Tensor = PREFIX) -> list[Context]:
+    """Each document, read alone after what all begin with."""
+    made = []
+    for document in DOCUMENTS:
+        cache, ids = session.new_cache(), torch.cat((prefix, document), dim=1)
+        session.model(ids.to(session.model.device), **with_cache(cache))
+        made.append(cache.context(ids, {"start": prefix.shape[1]}))
+    return made
+
+
+def test_one_document_is_its_own_context(session: Session) -> None:
+    made = contexts(session)
+    composed = session.compose(made[1:2])
+    snapshot = composed.cache.snapshot()
+    assert snapshot.counts == made[1].snapshot.counts
+    assert all(torch.equal(x, made[1].snapshot.tensors[name]) for name, x in snapshot.tensors.items())
+    assert torch.equal(composed.input_ids, torch.cat((PREFIX, DOCUMENTS[1]), dim=1))
+    assert composed.reread == 0
+
+
+def test_no_code_is_touched(session: Session) -> None:
+    composed = session.compose(contexts(session), repair=0)
+    assert torch.equal(composed.input_ids, torch.cat((PREFIX, *DOCUMENTS), dim=1))
+    joined, at = composed.cache.snapshot(), PREFIX.shape[1] + DOCUMENTS[0].shape[1]
+    alone = session.load_cache(contexts(session)[1])
+    session.flush(alone)
+    sinks, start, count = WINDOW["sink_length"], PREFIX.shape[1], DOCUMENTS[1].shape[1]
+    for name, x in alone.snapshot().tensors.items():
+        if "codes" in name and not ("key_codes" in name and session.method.name == "fp16"):  # which are rotated
+            assert torch.equal(joined.tensors[name][:, :, at - sinks :][:, :, :count], x[:, :, start - sinks :])
+
+
+def test_documents_differ_by_what_they_do_not_see_of_each_other(session: Session) -> None:
+    """Stock attention that is masked between documents gives the keys and values that the codes stand for."""
+    composed = session.compose(contexts(session, PREFIX[:, :0]), repair=0)
+    ids, cache = composed.input_ids, composed.cache
+    document = torch.cat([torch.full((x.shape[1],), i) for i, x in enumerate(DOCUMENTS)])
+    mask = (document[:, None] == document) & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    positions, rotation = cache.sequences.positions[:, : ids.shape[1]].long(), _code_rotation(cache)
+    found = [_decoded(cache, i, rotation, torch.float32) for i in range(len(session.codecs))]
+    logits = session.model(QUESTION, **with_cache(cache)).logits
+    model, sinks = session.model, WINDOW["sink_length"]
+    session.detach()
+    stock, rounding = DynamicCache(), {"rtol": 0, "atol": 2e-3}  # of outliers in float16
+    model(ids, attention_mask=mask[None, None], position_ids=positions, **with_cache(stock))
+    for codec, layer, (key, value) in zip(session.codecs, stock.layers, found, strict=True):
+        places = session.rope.rotation(positions[:, sinks:], torch.float32)
+        keys, values = layer.keys[:, :, sinks:], layer.values[:, :, sinks:]
+        keys = codec.encoder_input(keys, places, lambda r, x: r.unapply(x)) if codec.needs_rotations else keys
+        decoded = codec.decode_keys(codec.key.encode(keys, None), None, places, torch.float32)
+        torch.testing.assert_close(decoded, key[:, :, sinks:], **rounding)
+        decoded = codec.value.decode(codec.value.encode(values, None), None)
+        torch.testing.assert_close(decoded, value[:, :, sinks:], **rounding)
+        layer.keys = torch.cat((layer.keys[:, :, :sinks], key[:, :, sinks:]), 2)
+        layer.values = torch.cat((layer.values[:, :, :sinks], value[:, :, sinks:]), 2)
+    after = positions[:, -1:] + 1 + torch.arange(QUESTION.shape[1])
+    expected = model(QUESTION, position_ids=after, **with_cache(stock)).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_everything_read_again_is_reading_anew(session: Session) -> None:
+    made = contexts(session)
+    composed = session.compose(made, repair=1, prefill_chunk=16 if session.method.name == "fp16" else None)
+    assert composed.reread == sum(x.shape[1] for x in DOCUMENTS[1:])
+    ids = torch.cat((composed.input_ids, QUESTION), dim=1)
+    ours = session.model(QUESTION, **with_cache(composed.cache)).logits
+    anew = session.model(ids, **with_cache(session.new_cache())).logits[:, -QUESTION.shape[1] :]
+    apart = session.model(QUESTION, **with_cache(session.compose(made, repair=0).cache)).logits
+    if session.method.name == "fp16":
+        torch.testing.assert_close(ours, anew, rtol=0, atol=1e-5)
+    assert (ours - anew).norm() < (apart - anew).norm()
+
+
+def test_what_differs_most_is_read_again(session: Session) -> None:
+    """A document that was stored in its place, with the others in sight, does not differ: it is read last."""
+    made = contexts(session)
+    composed = session.compose(made, repair=1)
+    found = deviations(session, composed.cache, composed.input_ids)
+    apart = deviations(session, session.compose(made, repair=0).cache, composed.input_ids)
+    first = PREFIX.shape[1] + DOCUMENTS[0].shape[1]
+    assert found.shape == apart.shape == (composed.input_ids.shape[1],)
+    assert bool(found[first:].mean() < apart[first:].mean())
+
+
+def test_composed_caches_go_on(session: Session) -> None:
+    """By passes, by steps, by transformers' own generate, loaded from a file, and after a crop: the same tokens."""
+    made = contexts(session)
+    composed = session.compose(made)
+    ids = torch.cat((composed.input_ids, QUESTION), dim=1)
+    context = composed.cache.context(composed.input_ids)
+
+    def tokens(**options: Any) -> list[int]:
+        generated = session.generate(ids, cache=session.load_cache(context), max_new_tokens=24, **options)
+        return generated.sequences[0].tolist()
+
+    expected = tokens(mode="passes")
+    assert tokens(mode="steps") == expected
+    assert tokens(mode="passes", prefill_chunk=2) == expected
+    theirs = session.model.generate(ids, **with_cache(session.load_cache(context)), max_new_tokens=24, do_sample=False)
+    assert theirs[0].tolist() == expected
+    cropped = session.load_cache(context)
+    session.model(torch.tensor([[5, 6, 7]]), **with_cache(cropped))
+    cropped.crop(-3)
+    assert session.generate(ids, cache=cropped, max_new_tokens=24, mode="passes").sequences[0].tolist() == expected
+    cropped.crop(-cropped.get_seq_length())
+    assert (cropped.get_seq_length(), cropped.gap) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", MOVABLE)
+def test_composed_caches_on_a_gpu(name: str, tiny_artifact: Any) -> None:
+    """Kernels make the tokens of the reference, captured too, also where positions are left out."""
+    method, tokens = get_method(name), dict[str, list[int]]()
+    how: Any = {"artifact": tiny_artifact(method)} if method.needs_artifact else {}
+    for mode, impl in (("passes", "reference"), ("passes", "auto"), ("graphs", "auto")):
+        model = make_model("llama").cuda()
+        with torch.no_grad(), kvcli.attach(model, name, **how, **WINDOW, impl=impl) as session:
+            composed = session.compose(contexts(session), repair=0.2)
+            ids = torch.cat((composed.input_ids, QUESTION.cuda()), dim=1)
+            made = session.generate(ids, cache=composed.cache, max_new_tokens=40, mode=mode)
+            assert made.mode == mode
+            tokens[f"{mode} {impl}"] = made.sequences[0].tolist()
+    assert len({tuple(x) for x in tokens.values()}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in MOVABLE])
+def test_methods_whose_codes_are_of_one_place_are_refused(name: str, tiny_model: Any, tiny_artifact: Any) -> None:
+    method = get_method(name)
+    how: Any = {"artifact": tiny_artifact(method)} if method.needs_artifact else {}
+    with kvcli.attach(tiny_model, name, **how) as session:
+        reason = obstacle(session.codecs[0])
+        assert reason is not None
+        with pytest.raises(UsageError, match=f"side by side: method '{name}' does not let them: {reason}"):
+            session.compose([])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma3_text", {}, "the model has layers that keep a state of the whole text"),
+        ("gpt2", {}, "the model's positions are not understood as RoPE"),
+        ("hunyuan_v1_dense", {}, "the model's positions are not understood as RoPE"),
+    ],
+)
+def test_models_whose_keys_are_of_one_place_are_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    with kvcli.attach(make(family, **changes), "fp16") as session, pytest.raises(UsageError, match=reason):
+        session.compose([])
+
+
+def test_what_is_no_document_is_refused(session: Session) -> None:
+    made = contexts(session)
+    for wrong, options, match in (
+        ([], {}, "takes contexts"),
+        (made, {"repair": 1.5}, "a share from 0 to 1"),
+        (made, {"starts": [5, 46, 5]}, "its document begins at 46"),
+        ([made[0], replace(made[1], input_ids=None)], {}, "no single text"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            session.compose(wrong, **options)
+    tensors = {name: x[:, :, :3] if name == "layers.1.values" else x for name, x in made[1].snapshot.tensors.items()}
+    damaged = replace(made[1], snapshot=replace(made[1].snapshot, tensors=tensors))
+    with pytest.raises(CacheError):
+        session.compose([made[0], damaged])
