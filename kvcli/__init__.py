@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.models.load import load_model
     from kvcli.text.document import Document
+    from kvcli.text.library import Library
 
 __all__ = [
     "Artifact",
     "Context",
     "Document",
     "Generated",
+    "Library",
     "MemoryReport",
     "SamplingConfig",
     "Session",
@@ -42,6 +44,7 @@ _MODULES = {
     "Context": "kvcli.cache.context",
     "Document": "kvcli.text.document",
     "Generated": "kvcli.attention.generation",
+    "Library": "kvcli.text.library",
     "MemoryReport": "kvcli.cache.compressed",
     "SamplingConfig": "kvcli.attention.generation",
     "Session": "kvcli.attention.session",

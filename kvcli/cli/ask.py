@@ -20,7 +20,9 @@ from kvcli.models.hub import is_file
 from kvcli.registry import method_name
 
 if TYPE_CHECKING:
+    from kvcli.attention.session import Session
     from kvcli.text.document import Document
+    from kvcli.text.generate import Generation
 
 EXAMPLE = 'kvcli ask book.txt "Who is the landlord?"'
 
@@ -30,9 +32,17 @@ class AskOptions(SamplingOptions):
 
     takes_several_gpus: ClassVar[bool] = False
 
-    files: list[Path] = Field([], description="texts of a document, in order; a folder: its files; '-': standard input")
+    files: list[Path] = Field(
+        [], description="texts of a document, in order, also PDF and HTML; a folder: its files; '-': standard input"
+    )
     question: str | None = Field(None, description="the question, after the files")
     max_new_tokens: int = Field(256, ge=1, lt=2**31, description="tokens of the answer at most")
+    library: str | None = Field(None, description="library whose documents are asked, in place of files")
+    document: list[str] = Field([], description="document of the library; repeatable, in this order")
+    top: int = Field(4, ge=1, description="documents that are chosen by the question (BM25), where none are named")
+    repair: float = Field(
+        0.1, ge=0, le=1, description="share of the later documents' tokens that is read again beside the earlier ones"
+    )
     store: Path | None = Field(None, description=STORE_HELP)
     prefill_chunk: int | None = Field(
         None, ge=1, description="tokens per forward pass, part of the result; default: 512 on a CPU, else 4096"
@@ -44,6 +54,9 @@ def run(options: AskOptions, output: Output) -> None:
     """Ask a chat model about a document, which is read once: the next question goes on from its compressed cache."""
     question = _question(options)
     options.check(chat=True)
+    if options.library is not None:
+        _ask_library(options, options.library, question, output)
+        return
     sources = read_texts(options.files)
     store = open_store(options.store, options.model, must_exist=False)
     store.check_writable()
@@ -57,7 +70,7 @@ def run(options: AskOptions, output: Output) -> None:
         kept: dict[str, Any] = {"store": store, "source": names, "notes": chosen.notes}
         document = Document(loaded, session, text, prefill_chunk=chunk, **kept)
         count, prompt = document.ids.shape[1], document.prompt(question, options.max_new_tokens)
-        _check_memory(document, prompt.shape[1] - count + options.max_new_tokens)
+        check_memory(document, prompt.shape[1] - count + options.max_new_tokens)
         started = time.perf_counter()
         try:
             document.read(output.progress, output.warn)
@@ -71,13 +84,7 @@ def run(options: AskOptions, output: Output) -> None:
             before = f", {reused} of them before" if reused else ""
             output.say(f"{names}: {count} tokens read in {read_s:.1f} s{before}; kept in {store.folder}")
         generation = document.ask(question, options.sampling(), seed=options.seed, write=output.write)
-        output.write("\n")
-        if generation.new_tokens == 1 and not generation.text:
-            output.warn("warning: the model's first token is the one that ends its answer; put the question otherwise")
-        if generation.new_tokens == options.max_new_tokens:
-            output.say(f"the answer ends after {generation.new_tokens} tokens; --max-new-tokens lets it be longer")
-        if options.stats:
-            output.warn(describe_generation(generation, session))
+        _end(generation, session, options, output)
         record = {
             "model": options.model,
             "method": method_name(session.method.name, dict(session.config)),
@@ -93,18 +100,78 @@ def run(options: AskOptions, output: Output) -> None:
     output.result(record)
 
 
+def _ask_library(options: AskOptions, name: str, question: str, output: Output) -> None:
+    """Asks documents of a library side by side."""
+    store = open_store(options.store, options.model)
+    from kvcli.text.library import Library, documents_of
+
+    if not (known := documents_of(store, name, output.warn)):
+        raise UsageError(f"there is no library '{name}' in {store.folder}; 'kvcli library add' makes one")
+    if unknown := [document for document in options.document if document not in known]:
+        raise UsageError(f"library '{name}' has no document '{unknown[0]}'; 'kvcli library list' shows them")
+    chosen = choose_method(options, output, store.load(store.whole(next(iter(known.values())).name)))
+    loaded = options.load(output)
+    with chosen.attach(loaded, options.impl, output) as session:
+        library, started = Library(loaded, session, store, name, options.prefill_chunk), time.perf_counter()
+        names = options.document or library.best(question, options.top)
+        fit = library.that_fit(names, question, options.max_new_tokens)
+        if fit < len(names):
+            if options.document or not fit:
+                raise UsageError(
+                    f"{fit} of {len(names)} documents fit with question and answer into the "
+                    f"{loaded.spec.max_position_embeddings} tokens that {loaded.name} was trained on; name fewer"
+                )
+            output.warn(f"of the documents chosen, {fit} fit: {', '.join(names[fit:])} left out")
+        composed = library.compose(names[:fit], repair=options.repair, progress=output.progress)
+        count, compose_s = composed.input_ids.shape[1], time.perf_counter() - started
+        again = f", {composed.reread} of them read again" if composed.reread else ""
+        output.say(f"{', '.join(names[:fit])}: {count} tokens{again}, side by side in {compose_s:.1f} s")
+        generation = library.ask(question, composed, options.sampling(), seed=options.seed, write=output.write)
+        _end(generation, session, options, output)
+        record = {
+            "model": options.model,
+            "method": method_name(session.method.name, dict(session.config)),
+            "library": name,
+            "documents": names[:fit],
+            "question": question,
+            "store": str(store.folder),
+            "document_tokens": count,
+            "reread_tokens": composed.reread,
+            "compose_s": compose_s,
+            **generation.to_dict(),
+        }
+    output.result(record)
+
+
+def _end(generation: Generation, session: Session, options: AskOptions, output: Output) -> None:
+    """Ends a streamed answer, and says what is unusual about it."""
+    output.write("\n")
+    if generation.new_tokens == 1 and not generation.text:
+        output.warn("warning: the model's first token is the one that ends its answer; put the question otherwise")
+    if generation.new_tokens == options.max_new_tokens:
+        output.say(f"the answer ends after {generation.new_tokens} tokens; --max-new-tokens lets it be longer")
+    if options.stats:
+        output.warn(describe_generation(generation, session))
+
+
 def _question(options: AskOptions) -> str:
     """The question; UsageError: it is missing, or there is no file before it."""
     question = options.question or ""
     told = f", but '{question}' is one of these" if question == str(STANDARD_INPUT) or is_file(question) else ""
     if told or not question:
         raise UsageError(f"the question is missing: it comes after the files{told}; an example: {EXAMPLE}")
+    if options.library is not None:
+        if options.files:
+            raise UsageError("a library is asked in place of files; name one of the two")
+        return question
+    if options.document:
+        raise UsageError("--document is of a --library")
     if not options.files:
         raise UsageError(f"name a file before the question, or - for standard input; an example: {EXAMPLE}")
     return question
 
 
-def _check_memory(document: Document, more: int) -> None:
+def check_memory(document: Document, more: int) -> None:
     """Raises UsageError, before a document is read, where it and `more` tokens may not fit into memory."""
     from kvcli.commands.machine import free_bytes
     from kvcli.plan.budget import largest

@@ -75,7 +75,7 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
     store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
-    records = [_context_record(context, shared) for context in store.contexts(output.warn)]
+    records = [context_record(context, shared) for context in store.contexts(output.warn)]
     rows = [
         {
             "name": record["name"],
@@ -104,7 +104,7 @@ def show(options: ShowOptions, output: Output) -> None:
     name = _name(options.name)
     store = open_store(options.store, options.model, name)
     stored = store.get(name)
-    record = _context_record(stored, store.shared())
+    record = context_record(stored, store.shared())
     lines = [
         f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
         f"{record['model']} in {record['dtype']}, method {record['method']}",
@@ -136,7 +136,7 @@ def show(options: ShowOptions, output: Output) -> None:
     output.result(record, "\n".join(lines))
 
 
-def _context_record(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+def context_record(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
     """What is known of a context, as plain JSON values; `shared` are digests of blocks that several contexts need."""
     stored, identity = context.record, context.record.identity
     key_bits, value_bits = stored.bits

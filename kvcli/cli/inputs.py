@@ -73,10 +73,12 @@ def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
 
 
 def read_texts(files: list[Path]) -> list[Source]:
-    """Texts of files, of all files in folders but those whose name begins with a dot, and of standard input.
+    """Texts of files (`text_of`), of all in folders but those whose name begins with a dot, and of standard input.
 
-    UsageError: a file that cannot be read, is empty or not UTF-8 text.
+    UsageError: a file that cannot be read, has no text, or none in UTF-8.
     """
+    from kvcli.text.extract import text_of
+
     paths: list[Path] = []
     for file in files:
         if not file.is_dir():
@@ -87,9 +89,15 @@ def read_texts(files: list[Path]) -> list[Source]:
             raise UsageError(f"{file} has no files")
     sources = []
     for path in paths:
-        sources.append(Source("stdin" if path == STANDARD_INPUT else path.stem, _read(path).rstrip("\n")))
-        if not sources[-1].text:
-            raise UsageError(f"{_shown(path)} is empty")
+        if path != STANDARD_INPUT:
+            try:
+                sources.append(Source(path.stem, text_of(path)))
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        elif text := _read(path).rstrip("\n"):
+            sources.append(Source("stdin", text))
+        else:
+            raise UsageError("standard input is empty")
     return sources
 
 

@@ -1,4 +1,4 @@
-"""`kvcli push` and `kvcli pull`: what `kvcli inspect` knows, in a repository of the hub or a folder.
+"""`kvcli push` and `kvcli pull`: what `kvcli inspect` knows, or a library's contexts, on the hub or in a folder.
 
 SHA256SUMS lists the files, as `sha256sum` checks it, but not the card; its own sha256 is the digest that pins them.
 """
@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -38,7 +39,9 @@ _SECONDS = 10.0
 class PushOptions(Options):
     """Options of `kvcli push`."""
 
-    path: Path | None = Field(None, description="artifact, recipe, or file of a context or records")
+    path: Path | None = Field(
+        None, description="artifact, recipe, file of a context or records, or folder of 'kvcli library export'"
+    )
     target: str | None = Field(None, description="OWNER/NAME on the hub, or a folder that exists")
     public: bool = Field(False, description="let everybody read a repository that is made now")
 
@@ -58,13 +61,17 @@ def push(options: PushOptions, output: Output) -> None:
 
     if options.path is None or options.target is None:
         raise UsageError("name what to push and where to: kvcli push PATH OWNER/NAME")
-    path, place, facts = options.path, options.target, describe(options.path)
+    path, place, documents = options.path, options.target, _contexts_in(options.path)
+    facts: dict[str, Any] = {"kind": "context"} if documents else describe(path)
     folder = _folder(place)
     kind, model = facts["kind"], facts.get("provenance", {}).get("model") or ""
-    if kind != "artifact" and not path.is_file():
+    if kind != "artifact" and not documents and not path.is_file():
         raise UsageError(f"{path} is neither an artifact nor a file; 'kvcli contexts export' makes one of a context")
-    _check_name(path.name, kind)
-    named = {name: path / name for name in (WEIGHTS, METADATA)} if kind == "artifact" else {path.name: path}
+    for file in documents or [path]:
+        _check_name(file.name, kind)
+    named = {file.name: file for file in documents or [path]}
+    if kind == "artifact":
+        named = {name: path / name for name in (WEIGHTS, METADATA)}
     about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
     text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n{about}"
     card = path / CARD if kind == "artifact" else text.encode()
@@ -90,7 +97,7 @@ def push(options: PushOptions, output: Output) -> None:
 
 
 def pull(options: PullOptions, output: Output) -> None:
-    """Get what 'kvcli push' shared: an artifact, or one recipe, context or file of records, and nothing else.
+    """Get what 'kvcli push' shared: an artifact, contexts, or one recipe or file of records, and nothing else.
 
     Every file is compared with its checksum and read before one is written.
     """
@@ -101,9 +108,14 @@ def pull(options: PullOptions, output: Output) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         with _naming(options.source):
             place, digest, files = _fetched(options.source, options.sha256, scratch, output)
-        name, path = next(iter(files.items()))
-        facts = describe(path.parent if METADATA in files else path)
-        _check_name(name, kind := facts["kind"])
+        several = METADATA not in files and len(files) > 1
+        for name, path in files.items():
+            facts = describe(path.parent if METADATA in files else path)
+            kind = facts["kind"]
+            if kind != "artifact":
+                _check_name(name, kind)
+            if several and kind != "context":
+                raise KvcliError(f"{options.source} lists {len(files)} files that are neither an artifact nor contexts")
         folder = options.out or Path()
         if kind == "artifact" and options.out is None:
             folder = model_folder(facts["provenance"]["model"], facts["method"])
@@ -113,10 +125,25 @@ def pull(options: PullOptions, output: Output) -> None:
             raise UsageError(f"{other[0]} is there with other content; name another folder with --out")
         for name, path in files.items():
             _write(path, folder / name)
-    told = str(folder if kind == "artifact" else folder / name)
+    told = str(folder if kind == "artifact" or several else folder / name)
     record = {"place": place, "sha256": digest, "kind": kind, "path": told}
+    if several:
+        output.result(record, told, ["kvcli", "contexts", "import", *(folder / name for name in files)])
+        return
     follow = ["kvcli", "generate", "--recipe", told] if kind == "recipe" else generate_with(told)
     output.result(record, told, follow or ["kvcli", "inspect", told])
+
+
+def _contexts_in(folder: Path) -> list[Path]:
+    """The files of a folder of contexts; none for anything else. KvcliError: one of them is damaged."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not files or any(not file.is_file() or file.suffix not in _SUFFIXES["context"] for file in files):
+        return []
+    from kvcli.cache.context import read_header
+
+    for file in files:
+        read_header(file)
+    return files
 
 
 def _folder(place: str) -> Path | None:
@@ -168,8 +195,12 @@ def _fetched(source: str, digest: str | None, scratch: str, output: Output) -> t
     listed = {match[2]: match[1] for x in sums.decode(errors="replace").splitlines() if (match := _SUM.fullmatch(x))}
     if len(listed) != sums.count(b"\n") or not listed:
         raise KvcliError(f"{SUMS} of {source} is damaged")
-    if len(listed) > 1 and listed.keys() != {WEIGHTS, METADATA}:
-        raise KvcliError(f"{source} lists {len(listed)} files that are no artifact: 'kvcli push' shares one or a file")
+    if (
+        len(listed) > 1
+        and listed.keys() != {WEIGHTS, METADATA}
+        and not all(x.endswith(_SUFFIXES["context"]) for x in listed)
+    ):
+        raise KvcliError(f"{source} lists {len(listed)} files that are neither an artifact nor contexts")
     for name, checksum in listed.items():
         files[name] = fetch(name)
         if file_record(files[name])["sha256"] != checksum:

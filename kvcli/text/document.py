@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.attention.compose import START
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
@@ -26,7 +27,13 @@ from kvcli.models.fingerprint import text_identity
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.text.generate import Generation, compress, generate_text
-from kvcli.text.prompts import chat_text, ids_of_text
+from kvcli.text.prompts import chat_text, common_length, ids_of_text
+
+BLANK_LINE = "\n\n"
+"""What is between documents, and before a question."""
+
+TOKENS = "tokens"
+"""The note of a context that says how many tokens it has when the document is read to its end."""
 
 _READING_PER_KEEPING = 20
 """Seconds of reading for each second in which what was read is copied and stored."""
@@ -41,12 +48,16 @@ class Document:
     Args:
         loaded: the model, attached by the session; its tokenizer has a chat template.
         store: the store of contexts or its folder; None: what was read is kept in this object only.
-        source: what the text is from, which names the context.
+        source: what the text is from.
+        name: of the context in the store; default: one of the source and a checksum of what the context depends on.
         prefill_chunk: tokens per forward pass, part of the result; default: 512 on a CPU, else 4096.
         notes: plain JSON values that are kept with the context.
+        beside_others: it is to stand side by side with others: a blank line ends it, and once it is read, its last
+            tokens are kept as codes, too.
 
     Attributes:
         ids: the document's tokens, int64 [1, time], with the beginning of the message.
+        start: how many of them come before the document.
         kept_tokens: how many of them are kept.
         reused_tokens: how many the store had.
 
@@ -63,28 +74,36 @@ class Document:
         *,
         store: ContextStore | str | Path | None = None,
         source: str = "document",
+        name: str | None = None,
         prefill_chunk: int | None = None,
         notes: Mapping[str, Any] | None = None,
+        beside_others: bool = False,
     ) -> None:
         session.check_later_passes()
         self.loaded, self.session, self.text = loaded, session, text.strip()
         if not self.text:
             raise UsageError(f"{source} is empty")
         self.store = ContextStore(store) if isinstance(store, (str, Path)) else store
+        self._beside_others = beside_others
         self.prefill_chunk = prefill_chunk or (512 if session.model.device.type == "cpu" else 4096)
-        self.notes = {**text_identity(loaded.tokenizer), "source": source, **(notes or {})}
-        self.ids = ids_of_text(loaded, self._around("?")[0] + self.text)
+        before = around(loaded, "?", self.text)[0]
+        self.ids = ids_of_text(loaded, before + self.text + BLANK_LINE * beside_others)
+        self.start = common_length(self.ids, ids_of_text(loaded, before)) if before else 0
+        placed = {START: self.start, TOKENS: self.ids.shape[1]}
+        self.notes = {**text_identity(loaded.tokenizer), "source": source, **placed, **(notes or {})}
         self._identity = identity_of(session, loaded.tokenizer, self.ids.shape[1])
         seed = json.dumps([self._identity.to_dict(), self.ids.tolist()], sort_keys=True)
-        self.name = f"{name_from(source)[:80]}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
+        self.name = name or f"{name_from(source)[:80]}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
         self.kept_tokens = self.reused_tokens = 0
         self._context: Context | None = None
         self._cache: CompressedCache | None = None
+        self._found = ""
         self._keep_after = 0.0
 
     def prompt(self, question: str, new_tokens: int) -> Tensor:
         """Tokens [1, time] of document and question; UsageError: too many, with `new_tokens` of an answer."""
-        ids = torch.cat((self.ids, ids_of_text(self.loaded, self._around(question)[1])), dim=1)
+        after = BLANK_LINE * (not self._beside_others) + around(self.loaded, question, self.text)[1]
+        ids = torch.cat((self.ids, ids_of_text(self.loaded, after)), dim=1)
         limit, others = self.loaded.spec.max_position_embeddings, ids.shape[1] - self.ids.shape[1] + new_tokens
         if self.ids.shape[1] + others > limit:
             raise UsageError(
@@ -114,6 +133,11 @@ class Document:
                 cache = compress(self.session, self.ids, **chunk, progress=progress, after_chunk=self._keep)
             self._cache = cache
 
+    def keep(self) -> None:
+        """Stores what was read under this document's name, if the store had it under another one."""
+        if self._cache is not None and self._found != self.name:
+            self._keep(self._cache)
+
     def ask(
         self,
         question: str,
@@ -140,6 +164,7 @@ class Document:
         window = max(1, self.session.config.residual_length)
         found = self.store.fetch(self.ids, self._identity, say=say, window=window)
         count = 0 if found is None else found[0].num_tokens
+        self._found = "" if found is None or count < self.ids.shape[1] else found[0].context.name
         self.reused_tokens, self.kept_tokens = self.reused_tokens if self.kept_tokens else count, count
         return None if found is None else self.session.load_cache(found[1], release=True)
 
@@ -148,20 +173,26 @@ class Document:
         started, count = time.monotonic(), cache.get_seq_length()
         if count < self.ids.shape[1] and started < self._keep_after:
             return
+        if self._beside_others and count == self.ids.shape[1]:
+            self.session.flush(cache)
         ids, shared = self.ids[:, :count].cpu(), self.store is not None and self.ids.device.type == "cpu"
         context = cache.context(ids, self.notes, copy=not shared)
         if self.store is None:
             self._context = context
         else:
             self.store.put(context, name=self.name, overwrite=True)
+            self._found = self.name if count == self.ids.shape[1] else ""
         self.kept_tokens, now = count, time.monotonic()
         self._keep_after = now + _READING_PER_KEEPING * (now - started)
 
-    def _around(self, question: str) -> tuple[str, str]:
-        """What the chat template writes before the document, and after it with a question."""
-        end = f"\n\n{question.strip()}"
-        rendered = chat_text(self.loaded, [{"role": "user", "content": self.text + end}])
-        before, found, after = rendered.partition(self.text + end)
-        if not found:
-            raise ModelError(f"the chat template of {self.loaded.name} changes the text of a message")
-        return before, end + after
+
+def around(loaded: LoadedModel, question: str, text: str = "?") -> tuple[str, str]:
+    """What the chat template writes before a document, and from the question on, a blank line after it.
+
+    ModelError: a template that changes the text of a message.
+    """
+    content = f"{text}{BLANK_LINE}{question.strip()}"
+    before, found, after = chat_text(loaded, [{"role": "user", "content": content}]).partition(content)
+    if not found:
+        raise ModelError(f"the chat template of {loaded.name} changes the text of a message")
+    return before, question.strip() + after

@@ -1,0 +1,205 @@
+"""`kvcli library`: documents that are read once and asked side by side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from kvcli.cli.ask import check_memory
+from kvcli.cli.command import Command, model_argument
+from kvcli.cli.contexts import StoreOptions, context_record
+from kvcli.cli.groups import group
+from kvcli.cli.inputs import STORE_HELP, open_store, read_texts
+from kvcli.cli.output import Output
+from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.commands.sizes import size
+from kvcli.commands.tables import DataTable
+from kvcli.contexts.index import check_name
+from kvcli.errors import ContextError, UsageError
+from kvcli.registry import DEFAULT_METHOD
+from kvcli.storage.locks import lock
+
+if TYPE_CHECKING:
+    from kvcli.contexts import ContextStore, StoredContext
+
+DEFAULT_NAME = "library"
+_EXAMPLE = f"kvcli library add papers --name papers --method {DEFAULT_METHOD}"
+_POLL_SECONDS = 0.2
+
+
+class AddOptions(SessionOptions):
+    """Options of `kvcli library add`."""
+
+    takes_several_gpus: ClassVar[bool] = False
+
+    files: list[Path] = Field([], description="documents: text, Markdown, PDF, HTML; a folder: its files")
+    name: str = Field(DEFAULT_NAME, description="the library; letters, digits, underscores and hyphens")
+    store: Path | None = Field(None, description=STORE_HELP)
+    prefill_chunk: int | None = Field(
+        None, ge=1, description="tokens per forward pass, part of the result; default: 512 on a CPU, else 4096"
+    )
+
+
+class LibraryOptions(StoreOptions):
+    """Options of `kvcli library list`."""
+
+    name: str | None = Field(None, description="one library; default: all")
+
+
+class DocumentsOptions(StoreOptions):
+    """Options of `kvcli library show` and `rm`."""
+
+    documents: list[str] = Field([], description="documents; rm: default: all")
+    name: str = Field(DEFAULT_NAME, description="the library")
+
+
+class ExportOptions(DocumentsOptions):
+    """Options of `kvcli library export`."""
+
+    out: Path | None = Field(None, description="folder for a file of each document; default: the library's name")
+    overwrite: bool = Field(False, description="replace files that exist")
+
+
+def add(options: AddOptions, output: Output) -> None:
+    """Read documents once, each alone, and keep them for 'kvcli ask --library'; processes share the work."""
+    if not options.files:
+        raise UsageError(f"name files or folders; an example: {_EXAMPLE}")
+    check_name(options.name)
+    if "." in options.name:
+        raise UsageError(f"the name of a library has no dot, as '{options.name}' has")
+    options.check(chat=True)
+    sources = read_texts(options.files)
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two files are named {twice[0]}; a library has one document of a name")
+    store = open_store(options.store, options.model, must_exist=False)
+    store.check_writable()
+    chosen = choose_method(options, output)
+    loaded = options.load(output)
+    from kvcli.text.library import Library
+
+    records: list[dict[str, Any]] = []
+    with chosen.attach(loaded, options.impl, output) as session:
+        library, waiting = Library(loaded, session, store, options.name, options.prefill_chunk), sources
+        while waiting:
+            busy = []
+            for source in waiting:
+                document = library.document(source.name, source.text, chosen.notes)
+                check_memory(document, 0)
+                started = time.perf_counter()
+                try:
+                    with lock(store.folder / f"{document.name}.lock", BlockingIOError(), make_file=True):
+                        library.add(document, output.progress, output.warn)
+                except BlockingIOError:  # another process reads it
+                    busy.append(source)
+                    continue
+                count, seconds = document.ids.shape[1], time.perf_counter() - started
+                new = count - document.reused_tokens
+                records.append({"document": source.name, "tokens": count, "read_tokens": new, "read_s": seconds})
+                done = f"{new} of {count} tokens read in {seconds:.1f} s" if new else f"{count} tokens, read before"
+                output.say(f"{source.name}: {done} ({len(records)} of {len(sources)})")
+            if len(busy) == len(waiting):
+                time.sleep(_POLL_SECONDS)
+            waiting = busy
+    where = ["--store", options.store] if options.store else []
+    following = ["kvcli", "ask", *model_argument(options.model), *where, "--library", options.name, "QUESTION"]
+    record = {"model": options.model, "library": options.name, "store": str(store.folder), "documents": records}
+    output.result(record, f"{options.name}: {len(records)} documents", following)
+
+
+def _documents(options: StoreOptions, name: str, output: Output) -> tuple[ContextStore, dict[str, StoredContext]]:
+    """A store and the documents of a library; ContextError: there are none."""
+    store = open_store(options.store, options.model)
+    from kvcli.text.library import documents_of
+
+    documents = documents_of(store, name, output.warn)
+    wanted = getattr(options, "documents", [])
+    if not documents:
+        raise ContextError(f"there is no library '{name}' in {store.folder}; 'kvcli library list' shows those there")
+    if unknown := [x for x in wanted if x not in documents]:
+        raise ContextError(f"library '{name}' has no document '{unknown[0]}'; it has {', '.join(documents)}"[:500])
+    return store, {x: documents[x] for x in wanted or documents}
+
+
+def list_libraries(options: LibraryOptions, output: Output) -> None:
+    """List libraries, or the documents of one."""
+    store = open_store(options.store, options.model)
+    from kvcli.text.library import LIBRARY, documents_of
+
+    if options.name is None:
+        names = {str(x.record.notes[LIBRARY]) for x in store.contexts(output.warn) if LIBRARY in x.record.notes}
+        found = {name: documents_of(store, name) for name in sorted(names)}
+        rows = [
+            {"library": name, "documents": str(len(documents)), **_sizes([x.record for x in documents.values()])}
+            for name, documents in found.items()
+        ]
+        title = f"{store.folder}: libraries"
+    else:
+        _, documents = _documents(options, options.name, output)
+        rows = [{"document": name, **_sizes([x.record])} for name, x in documents.items()]
+        title = f"{store.folder}: documents of {options.name}"
+    output.result(
+        {"store": str(store.folder), "rows": rows}, DataTable.of(title, rows, (), tuple(rows[0]) if rows else ())
+    )
+
+
+def _sizes(records: list[Any]) -> dict[str, str]:
+    total = sum(record.nbytes for record in records)
+    ratio = sum(record.fp16_bytes for record in records) / max(1, total)
+    methods = sorted({str(record.method) for record in records})
+    tokens = sum(record.num_tokens for record in records)
+    return {"method": ", ".join(methods), "tokens": str(tokens), "size": size(total), "smaller": f"{ratio:.1f}x"}
+
+
+def show(options: DocumentsOptions, output: Output) -> None:
+    """Show documents of a library: tokens, method, bits and bytes."""
+    store, documents = _documents(options, options.name, output)
+    shared = store.shared()
+    records = [{"document": name, **context_record(x, shared)} for name, x in documents.items()]
+    lines = [
+        f"{x['document']}: {x['tokens']} tokens, {x['method']}, {size(x['bytes'])}, in fp16 {size(x['fp16_bytes'])} "
+        f"({x['ratio']:.1f}x); context {x['name']}, stored {x['created']}, last used {x['last_used']}"
+        for x in records
+    ]
+    output.result({"library": options.name, "rows": records}, "\n".join(lines))
+
+
+def remove(options: DocumentsOptions, output: Output) -> None:
+    """Remove documents of a library, or all of it, and what no other context uses of them."""
+    store, documents = _documents(options, options.name, output)
+    freed = store.remove(*(stored.name for stored in documents.values()))
+    output.result({"removed": [*documents], "freed_bytes": freed}, f"freed {size(freed)}")
+
+
+def export(options: ExportOptions, output: Output) -> None:
+    """Write a file of each document to a folder, for 'kvcli push' and 'kvcli contexts import'."""
+    store, documents = _documents(options, options.name, output)
+    folder = options.out or Path(options.name)
+    paths = {name: folder / f"{stored.name}.safetensors" for name, stored in documents.items()}
+    if existing := [path for path in paths.values() if path.exists() and not options.overwrite]:
+        raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = sum(store.load(store.whole(stored.name)).save(paths[name]) for name, stored in documents.items())
+    output.result({"folder": str(folder), "files": len(paths), "bytes": written}, str(folder))
+
+
+_COMMANDS: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
+    ("list", LibraryOptions, list_libraries, "list", ()),
+    ("show", DocumentsOptions, show, "show moby-dick --name books", ("documents",)),
+    ("rm", DocumentsOptions, remove, "rm moby-dick --name books", ("documents",)),
+    ("export", ExportOptions, export, "export --name books --out books", ("documents",)),
+)
+COMMANDS = group(
+    "library",
+    {
+        "add": Command("add", AddOptions, add, _EXAMPLE, ("files",), resumes=True),
+        **{x[0]: Command(*x[:3], f"kvcli library {x[3]}", x[4]) for x in _COMMANDS},
+    },
+    Command.typer,
+    help="Documents that are read once, and asked side by side in any order.",
+    no_args_is_help=True,
+    epilog=f"Example: {_EXAMPLE}",
+)

@@ -1,0 +1,152 @@
+"""A library: documents in a store of contexts, each read once and alone, asked in any number and order.
+
+A document is a context whose notes name the library; `kvcli contexts` knows it as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.compose import Composed, check_composable, start_of
+from kvcli.attention.generation import SamplingConfig
+from kvcli.attention.session import Session
+from kvcli.cache.joined import shifts
+from kvcli.contexts import ContextStore, StoredContext, identity_of
+from kvcli.contexts.index import name_from
+from kvcli.contexts.reader import ContextReader
+from kvcli.errors import UsageError
+from kvcli.models.load import LoadedModel
+from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.text.document import TOKENS, Document, around
+from kvcli.text.generate import Generation, generate_text
+from kvcli.text.prompts import ids_of_text
+
+LIBRARY, DOCUMENT = "library", "document"
+"""Notes of a context: the library that it belongs to, and its name there."""
+
+
+def documents_of(store: ContextReader, library: str, say: Say = say_nothing) -> dict[str, StoredContext]:
+    """The documents of a library that were read to their end, by name, in alphabetical order."""
+    found = {}
+    for stored in store.contexts(say):
+        notes = stored.record.notes
+        if notes.get(LIBRARY) == library and notes.get(TOKENS) == stored.record.num_tokens:
+            found[str(notes.get(DOCUMENT))] = stored
+    return dict(sorted(found.items()))
+
+
+class Library:
+    """The documents of one name in a store.
+
+    Args:
+        loaded: the model, attached by the session; its tokenizer has a chat template.
+        prefill_chunk: as of `Document`.
+
+    Raises:
+        UsageError: a model or method of which documents cannot stand side by side.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        store: ContextStore | str | Path,
+        name: str,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        check_composable(session)
+        self.loaded, self.session, self.name, self.prefill_chunk = loaded, session, name, prefill_chunk
+        self.store = ContextStore(store) if isinstance(store, (str, Path)) else store
+
+    def document(self, name: str, text: str, notes: dict[str, Any] | None = None) -> Document:
+        """A document to be read; it replaces one of its name whose text was another."""
+        of_library = {LIBRARY: self.name, DOCUMENT: name, **(notes or {})}
+        context = f"{self.name}.{name_from(name)}"[:100]
+        options: dict[str, Any] = {"source": name, "name": context, "prefill_chunk": self.prefill_chunk}
+        return Document(
+            self.loaded, self.session, text, store=self.store, notes=of_library, beside_others=True, **options
+        )
+
+    def add(self, document: Document, progress: Progress = no_progress, say: Say = say_nothing) -> None:
+        """Reads what is not kept of a document, and keeps it under its name here; raises as `Document.read`."""
+        document.read(progress, say)
+        document.keep()
+
+    def documents(self) -> dict[str, StoredContext]:
+        """The documents that were read to their end, by name."""
+        return documents_of(self.store, self.name)
+
+    def text(self, stored: StoredContext) -> str:
+        """The text of a document, from its token ids."""
+        ids = self.store.token_ids(stored)[start_of(stored.record.notes) :]
+        tokenizer: Any = self.loaded.tokenizer
+        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
+
+    def best(self, question: str, top: int) -> list[str]:
+        """The documents with most in common with a question by BM25 (Okapi), the best first; at most `top`.
+
+        UsageError: the package bm25s is not installed.
+        """
+        try:
+            import bm25s  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise UsageError(
+                "documents are chosen by the package bm25s: pip install 'kvcli[library]', or name them"
+            ) from error
+        documents = self.documents()
+        options = {"stopwords": None, "show_progress": False}
+        ranked = bm25s.BM25()
+        ranked.index(bm25s.tokenize([self.text(x) for x in documents.values()], **options), show_progress=False)
+        words = bm25s.tokenize([question], **options)
+        found, scores = ranked.retrieve(words, [*documents], k=min(top, len(documents)), show_progress=False)
+        chosen = [str(name) for name, score in zip(found[0], scores[0], strict=True) if score > 0]
+        return chosen or [str(name) for name in found[0]]
+
+    def compose(self, names: Sequence[str], *, repair: float = 0.1, progress: Progress = no_progress) -> Composed:
+        """The documents side by side, as `Session.compose`; UsageError: there is none of a name."""
+        documents, identity = self.documents(), identity_of(self.session, self.loaded.tokenizer)
+        if unknown := [name for name in names if name not in documents]:
+            known = ", ".join(documents) or "none yet"
+            raise UsageError(f"library '{self.name}' has no document '{unknown[0]}'; it has {known}"[:500])
+        matches = [self.store.whole(documents[name].name, identity) for name in names]
+        with ThreadPoolExecutor(4) as threads:
+            contexts = [*threads.map(partial(self.store.load, device=self.session.model.device), matches)]
+        return self.session.compose(contexts, repair=repair, prefill_chunk=self.prefill_chunk, progress=progress)
+
+    def that_fit(self, names: Sequence[str], question: str, new_tokens: int) -> int:
+        """How many of the documents, the first ones, fit with a question and an answer into the model's context."""
+        documents, limit = self.documents(), self.loaded.spec.max_position_embeddings
+        records = [documents[name].record for name in names if name in documents]
+        lengths = [record.num_tokens for record in records]
+        starts = [start_of(record.notes) for record in records]
+        moved = shifts(lengths, starts, self.session.codecs)
+        left = limit - new_tokens - self.question(question).shape[1]
+        return next(i for i in count() if i == len(moved) or moved[i] + lengths[i] > left)
+
+    def question(self, question: str) -> Tensor:
+        """Token ids [1, time] of a question and of the beginning of a reply."""
+        return ids_of_text(self.loaded, around(self.loaded, question)[1])
+
+    def ask(
+        self,
+        question: str,
+        composed: Composed,
+        sampling: SamplingConfig | None = None,
+        *,
+        seed: int = 0,
+        write: Callable[[str], None] = lambda piece: None,
+    ) -> Generation:
+        """Answers a question about documents side by side, greedily in 256 tokens by default; once."""
+        ids = torch.cat((composed.input_ids, self.question(question)), dim=1)
+        options: dict[str, Any] = {"seed": seed, "write": write, "prefill_chunk": self.prefill_chunk}
+        return generate_text(
+            self.loaded, self.session, ids, sampling or SamplingConfig(256), cache=composed.cache, **options
+        )[0]

@@ -1,0 +1,156 @@
+"""A library: documents that were read once and are asked side by side."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from byte_tokenizer import CHAT, byte_tokenizer
+from factories import load, make_model
+
+import kvcli
+from kvcli.contexts import ContextStore
+from kvcli.errors import UsageError
+from kvcli.text.document import BLANK_LINE
+from kvcli.text.library import Library, documents_of
+
+TEXTS = {
+    "times": "It was the best of times, it was the worst of times, it was the age of wisdom.",
+    "whale": "Call me Ishmael. Some years ago, having little money, I thought I would see the sea.",
+    "money": "It is a truth universally acknowledged, that a single man must be in want of a wife.",
+}
+SAMPLING = kvcli.SamplingConfig(12)
+
+
+@pytest.fixture
+def loaded() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return replace(load(make_model("llama", vocab_size=300, eos_token_id=None)), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def made(loaded: Any, tmp_path: Path) -> Iterator[Callable[..., Library]]:
+    with kvcli.attach(loaded, "fp16", residual_length=8, sink_length=2) as session:
+        yield lambda name="books", store=tmp_path: Library(loaded, session, store, name, prefill_chunk=32)
+
+
+@pytest.fixture
+def library(made: Callable[..., Library]) -> Library:
+    library = made()
+    for name, text in TEXTS.items():
+        library.add(library.document(name, text))
+    return library
+
+
+@torch.no_grad()
+def test_documents_are_asked_in_any_order(library: Library) -> None:
+    """All read again is what reading them in that order gives."""
+    for names in (["whale", "times"], ["times", "money", "whale"]):
+        composed = library.compose(names, repair=1)
+        answer = library.ask("Who?", composed, SAMPLING)
+        text = "<user>" + "".join(TEXTS[name] + BLANK_LINE for name in names) + "Who?</s><assistant>"
+        ids = torch.tensor([library.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+        made = library.session.generate(ids, sampling=SAMPLING)
+        assert answer.text == library.loaded.tokenizer.decode(made.sequences[0, ids.shape[1] :])
+        assert answer.reused_tokens == composed.input_ids.shape[1]
+
+
+def test_one_document_is_its_own_context(library: Library, loaded: Any, tmp_path: Path) -> None:
+    document = library.document("whale", TEXTS["whale"])
+    answer = document.ask("Who?", SAMPLING)
+    assert document.reused_tokens == document.ids.shape[1]
+    assert library.ask("Who?", library.compose(["whale"]), SAMPLING).text == answer.text
+    asked = kvcli.Document(loaded, library.session, TEXTS["whale"], store=tmp_path, prefill_chunk=32)
+    asked.read()
+    other = Library(loaded, library.session, tmp_path, "others", prefill_chunk=32)
+    again = other.document("whale", TEXTS["whale"])
+    other.add(again)
+    assert again.reused_tokens == again.ids.shape[1]
+    assert sorted(other.documents()) == ["whale"]
+
+
+def test_documents_are_chosen_by_their_words(library: Library) -> None:
+    assert library.best("Which wisdom was in which age?", 1) == ["times"]
+    assert library.best("What did Ishmael see?", 3)[0] == "whale"
+    assert len(library.best("???", 2)) == 2  # nothing in common with any
+
+
+def test_what_fits_is_known_before_anything_is_loaded(library: Library) -> None:
+    names = [*TEXTS]
+    tokens = library.compose(names, repair=0).input_ids.shape[1] + library.question("Who?").shape[1]
+    library.loaded = replace(library.loaded, spec=replace(library.loaded.spec, max_position_embeddings=tokens + 12))
+    assert library.that_fit(names, "Who?", 12) == 3
+    assert library.that_fit(names, "Who?", 13) == 2
+    assert library.that_fit(names, "Who?", 1000) == 0
+
+
+def test_a_document_is_replaced_by_another_of_its_name_and_shared_by_libraries(
+    library: Library, made: Callable[..., Library]
+) -> None:
+    store = library.store
+    before, size = store.names(), store.sizes()[0]
+    other = made("others")
+    other.add(other.document("whale", TEXTS["whale"]))
+    assert store.sizes()[0] == size  # equal blocks are there once
+    library.add(library.document("whale", "Call me Queequeg."))
+    assert sorted(store.names()) == sorted([*before, "others.whale"])
+    assert library.text(library.documents()["whale"]) == "Call me Queequeg."
+    assert other.text(other.documents()["whale"]) == TEXTS["whale"]
+
+
+def test_what_was_not_read_to_its_end_is_no_document(
+    made: Callable[..., Library], loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill loses at most the rest of one document, which the same call goes on with."""
+    monkeypatch.setattr("kvcli.text.document._READING_PER_KEEPING", 0)
+    library = made()
+    library.add(library.document("times", TEXTS["times"]))
+    passes = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            raise KeyboardInterrupt
+
+    hook = loaded.model.model.layers[1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        library.add(library.document("whale", TEXTS["whale"]))
+    hook.remove()
+    assert [*documents_of(ContextStore(tmp_path), "books")] == ["times"]
+    document = library.document("whale", TEXTS["whale"])
+    library.add(document)
+    assert [*library.documents()] == ["times", "whale"]
+    assert document.reused_tokens >= 32
+
+
+def test_a_stored_document_has_no_window(library: Library) -> None:
+    record = library.documents()["whale"].record
+    assert record.counts.attended[0] == record.num_tokens - record.counts.sinks
+
+
+def test_what_cannot_be_composed_is_refused(library: Library, loaded: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'books' has no document 'sea'; it has money, times, whale"):
+        library.compose(["whale", "sea"])
+    library.session.detach()
+    with kvcli.attach(loaded, "rtn-2", group_size=8) as session, pytest.raises(UsageError, match="keys after RoPE"):
+        Library(loaded, session, tmp_path, "books")
+
+
+def test_a_store_of_others_is_no_surprise(library: Library, made: Callable[..., Library], tmp_path: Path) -> None:
+    """Notes are of whoever wrote them."""
+    copied = tmp_path / "copy"
+    shutil.copytree(library.store.folder, copied, ignore=lambda *_: ["copy"])
+    context = library.store.load(library.store.whole("books.whale"))
+    for start in ("x", True, None, -5, 10**9):
+        changed = replace(context, notes={**context.notes, "start": start})
+        made(store=copied).store.put(changed, name="books.whale", overwrite=True)
+        with nullcontext() if type(start) is not int else pytest.raises(UsageError, match="its document begins at"):
+            assert made(store=copied).compose(["times", "whale"], repair=0).input_ids.shape[1] > 100
