@@ -43,6 +43,7 @@ EVAL_SUITES = {
     "recall": "kvcli.eval.recall:SUITE",
     "ruler": "kvcli.eval.ruler:SUITE",
     "tools": "kvcli.eval.tools:SUITE",
+    "compose": "kvcli.eval.compose:SUITE",
     "drift": "kvcli.eval.drift:SUITE",
     "long": "kvcli.eval.long:SUITE",
     "layers": "kvcli.eval.kl:LAYERS",
