@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvcli.attention.compose import start_of
 from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
@@ -31,6 +32,8 @@ from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.grammar import JsonGrammars
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
+from kvcli.text.document import around
+from kvcli.text.library import documents_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
 
 _BODY_BYTES_PER_TOKEN = 64
@@ -127,15 +130,33 @@ class Server:
         tools = body.tools if body.tool_choice != "none" else None
         messages, loaded = [message.plain() for message in body.messages], self.loaded
 
-        def read() -> tuple[torch.Tensor, list[Any]]:
+        def read() -> tuple[torch.Tensor, list[Any], tuple[str, ...]]:
             variables = body.chat_template_kwargs
             text, before = (chat_text(loaded, messages, to_reply, tools, variables) for to_reply in (True, False))
             start = text[len(before) :] if text.startswith(before) else ""
             parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in range(body.n)]
-            return ids_of_text(loaded, text), parsers
+            if body.documents:
+                ids, names = self._documents(body, messages[0]["content"])
+                return ids, parsers, names
+            return ids_of_text(loaded, text), parsers, ()
 
-        ids, parsers = await self._in_tokenizer_thread(read, "messages")
-        return await self._answer(request, body, ids, owner, parsers)
+        param = "documents" if body.documents else "messages"
+        ids, parsers, documents = await self._in_tokenizer_thread(read, param)
+        return await self._answer(request, body, ids, owner, parsers, documents)
+
+    def _documents(self, body: ChatBody, question: str) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """Token ids of documents and a question about them, and the names of their contexts."""
+        self.engine.check_documents()
+        store = self.engine.contexts.store
+        assert store is not None
+        known, ids = documents_of(store, str(body.library)), list[torch.Tensor]()
+        for name in body.documents:
+            if name not in known:
+                raise UsageError(f"library '{str(body.library)[:80]}' has no document '{name[:80]}'")
+            tokens = store.token_ids(known[name])
+            ids.append(tokens[start_of(known[name].record.notes) if ids else 0 :])
+        asked = ids_of_text(self.loaded, around(self.loaded, question)[1])[0].cpu()
+        return torch.cat((*ids, asked)).unsqueeze(0), tuple(known[name].name for name in body.documents)
 
     async def _complete(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), CompletionBody, self.name)
@@ -154,7 +175,13 @@ class Server:
             raise ApiError(400, str(error), param) from error
 
     async def _answer(
-        self, request: Request, body: Body, ids: torch.Tensor, owner: str, parsers: Sequence[Any] = ()
+        self,
+        request: Request,
+        body: Body,
+        ids: torch.Tensor,
+        owner: str,
+        parsers: Sequence[Any] = (),
+        documents: tuple[str, ...] = (),
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
         ids, count, limit, chat = ids.cpu(), ids.shape[1], self.max_model_len, isinstance(body, ChatBody)
@@ -180,7 +207,7 @@ class Server:
             tell = partial(send, index)
             answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt)
             seed = None if body.seed is None else body.seed + index
-            rest = body.store, tell, body.num_logprobs(), grammar
+            rest = body.store, tell, body.num_logprobs(), grammar, documents, getattr(body, "repair", 0.0)
             jobs.append(Job(ids, body.sampling(most), seed, answer, owner, *rest))
         try:
             for job in jobs:

@@ -18,7 +18,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
-from kvcli.errors import error_text
+from kvcli.errors import UsageError, error_text
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.answers import Answer
@@ -43,6 +43,7 @@ class Job:
         done: called in the engine's thread when the answer has ended, with an error if it failed.
         num_logprobs: how many of the most probable tokens the answer tells at each place; None: no probabilities.
         grammar: which the answer follows.
+        documents: contexts that the prompt begins with, side by side; of their tokens the share `repair` is read again.
         cached: tokens of the prompt that were not read again; of them on disk, `from_disk`.
         since, begun, first, last: when it came, was begun, and had its first and last token so far.
     """
@@ -56,6 +57,8 @@ class Job:
     done: Callable[[Exception | None], None]
     num_logprobs: int | None = None
     grammar: Grammar | None = None
+    documents: tuple[str, ...] = ()
+    repair: float = 0.0
     cached: int = 0
     from_disk: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -110,6 +113,10 @@ class JobThread(ABC):
         self.metrics.of_vllm(Gauge, "num_requests_waiting").set_function(lambda: self.num_waiting)
         self.metrics.of_vllm(Gauge, "num_requests_running").set_function(lambda: len(self._unended) - self.num_waiting)
         self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
+
+    def check_documents(self) -> None:
+        """Raises UsageError where prompts cannot begin with documents side by side."""
+        raise UsageError("documents stand side by side where one request is answered at a time: --max-batch 1")
 
     @property
     def num_waiting(self) -> int:

@@ -227,7 +227,12 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    """Body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`.
+
+    Attributes:
+        library, documents: kept documents that the only message asks about, side by side in this order.
+        repair: share of their tokens that is read again, see `Session.compose`.
+    """
 
     default_limit: ClassVar[int] = 1024
 
@@ -242,6 +247,9 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = {}
     modalities: Annotated[list[str], _only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
+    library: str | None = None
+    documents: list[str] = Field(default=[], max_length=256, validate_default=True)
+    repair: float = Field(default=0.1, ge=0, le=1)
 
     def limit(self) -> int | None:
         """As `Body.limit`; the newer name counts."""
@@ -254,6 +262,16 @@ class ChatBody(Body):
     def schema_of_answer(self) -> dict[str, Any] | None:
         """As that of `Body`."""
         return self.response_format.schema_of_answer()
+
+    @field_validator("documents")
+    @classmethod
+    def _are_asked_about(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        if bool(names) != (info.data.get("library") is not None):
+            raise ValueError("documents are named with their library")
+        messages = info.data.get("messages", [])
+        if names and (len(messages) != 1 or messages[0].role != "user" or info.data.get("tools")):
+            raise ValueError("documents go with one message, of the user, and no tools")
+        return names
 
     @field_validator("top_logprobs", "response_format")
     @classmethod

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from kvcli.attention.compose import check_composable
 from kvcli.attention.generation import prefill
 from kvcli.attention.session import Session
-from kvcli.errors import KvcliError, ModelError
+from kvcli.errors import ContextError, KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
@@ -65,9 +66,30 @@ class SequentialEngine(JobThread):
             self.prefixes.hot.clear()
         super()._fail(jobs, error)
 
+    def check_documents(self) -> None:
+        """As that of `JobThread`, and where there is no store."""
+        check_composable(self.session)
+        if self.contexts.store is None:
+            raise UsageError("this server has no store of contexts")
+
+    def _beside(self, job: Job) -> Prefix:
+        """The cache of a prompt's documents side by side, which is not kept."""
+        store, started = self.contexts.store, time.monotonic()
+        assert store is not None
+        contexts = [store.load(store.whole(name)) for name in job.documents]
+        composed = self.session.compose(contexts, repair=job.repair)
+        self.metrics.load.observe(time.monotonic() - started)
+        count = composed.input_ids.shape[1]
+        if not torch.equal(composed.input_ids.cpu(), job.ids[:, :count]):
+            raise ContextError("a document was replaced meanwhile")
+        job.cached = job.from_disk = count - composed.reread
+        return Prefix(composed.cache, job.ids, self.identity_of(job.owner, count))
+
     def _prefill(self, job: Job) -> Prefix:
         """Reads a prompt up to its last boundary."""
         job.check()
+        if job.documents:
+            return self._beside(job)
         prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
         job.cached = prefix.reused
         if prefix.source == "disk":
