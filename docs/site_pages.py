@@ -24,7 +24,7 @@ API = {
         ["attention.session.Session", "attention.generation.SamplingConfig", "attention.generation.Generated"],
     ),
     "cache": ("Caches", ["cache.compressed.CompressedCache", "cache.compressed.MemoryReport", "cache.context.Context"]),
-    "documents": ("Documents and stores", ["text.document.Document", "contexts.ContextStore"]),
+    "documents": ("Documents and stores", ["text.document.Document", "text.library.Library", "contexts.ContextStore"]),
     "artifacts": (
         "Artifacts and choices",
         ["artifact.artifact.Artifact", "artifact.choice.MethodChoice", "artifact.recipe.Recipe"],
