@@ -1,0 +1,20 @@
+"""tqai: its default, which keeps what it decodes, and the strategy that keeps codes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tqai as package
+
+from research.rivals.protocol import CacheSetting
+
+
+def cache(**options: Any) -> Any:
+    """A cache with keys of 4 and values of 2 bits."""
+    return lambda model: package.patch(model, bits_k=4, bits_v=2, backend="torch", **options)
+
+
+SETTINGS = [
+    CacheSetting("K4, V2", "about 5 times smaller", cache()),
+    CacheSetting("K4, V2, full", "about 5 times smaller", cache(cache_strategy="full")),
+]

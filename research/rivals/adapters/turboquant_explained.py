@@ -1,0 +1,16 @@
+"""turboquant-explained."""
+
+from __future__ import annotations
+
+import turboquant
+
+from research.rivals.protocol import CacheSetting
+
+SETTINGS = [
+    CacheSetting(
+        f"{bits} bits",
+        claim,
+        lambda model, bits=bits: turboquant.patch_model(model, b_key=bits, b_value=bits, device="cpu"),
+    )
+    for bits, claim in ((4, "about a quarter of fp16, near lossless"), (2, "about an eighth of fp16"))
+]

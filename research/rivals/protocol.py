@@ -1,0 +1,235 @@
+"""What every package is put through, in its own environment, which has no kvcli: passes of 64 tokens, then `generate`.
+
+`python -m research.rivals.protocol ADAPTER FOLDER OUT` appends a record to OUT per setting and way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import platform
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from research.rivals.reach import reachable_bytes
+
+TOKENS, PASS, NEW = 1024, 64, 64
+PROMPT = TOKENS // 2
+"""Tokens that are read, tokens of a pass, greedy tokens of `generate`, and those before them."""
+
+LIMIT_S = 240
+"""Seconds that one way of one setting may take."""
+
+Model = Any
+"""A causal language model of transformers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and the tokens that it reads.
+
+    Attributes:
+        folder: has `model`, a folder of transformers; `model.gguf`; and `tokens.json`.
+    """
+
+    folder: Path
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The text, longer than what the passes read."""
+        return json.loads((self.folder / "tokens.json").read_text())
+
+    @property
+    def ids(self) -> Tensor:
+        """[1, TOKENS]."""
+        return torch.tensor([self.tokens[:TOKENS]])
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Model:
+        """The model, loaded anew: packages may change it."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.folder / "model").to(dtype).eval()
+
+    @cached_property
+    def stock(self) -> tuple[Tensor, list[int]]:
+        """Logits of the second half and greedy tokens with transformers' own cache, in float32."""
+        from transformers import DynamicCache
+
+        stock = CacheSetting("", "", lambda model: DynamicCache())
+        return stock.read(self.model(), self.ids)[0], stock.continued(self.model(), self.ids)[0]
+
+
+@dataclass(frozen=True)
+class CacheSetting:
+    """A cache that a model of transformers is handed.
+
+    Attributes:
+        claim: what the documentation says of it.
+        cache: an empty cache for a model.
+        compress: for packages that compress what has been read: a model and transformers' cache after the prompt to
+            the cache that is used from then on.
+        first: tokens of the first pass.
+    """
+
+    name: str
+    claim: str
+    cache: Callable[[Model], Any]
+    compress: Callable[[Model, Any], Any] | None = None
+    first: int = PASS
+
+    def passes(self, job: Job) -> dict[str, Any]:
+        """Losses and seconds of a float32 model, and the bits that are held beside a bfloat16 one."""
+        started = time.perf_counter()
+        logits, held = self.read(job.model(), job.ids)
+        figures = {**losses(logits, job.stock[0]), "seconds": time.perf_counter() - started}
+        try:
+            held, dtype = self.read(job.model(torch.bfloat16), job.ids)[1], "bfloat16"
+        except (RuntimeError, TypeError, ValueError):
+            dtype = "float32"
+        return figures | {"bits": held[1] / TOKENS, "bits_added": (held[1] - held[0]) / PROMPT, "bits_beside": dtype}
+
+    def generate(self, job: Job) -> dict[str, Any]:
+        """Greedy tokens that are stock's, and the bits that are held after them beside a float32 model."""
+        started = time.perf_counter()
+        tokens, bits = self.continued(job.model(), job.ids)
+        seconds = time.perf_counter() - started
+        return {"same_tokens": agreement(tokens, job.stock[1]), "bits": bits, "seconds": seconds} | {
+            "bits_beside": "float32"
+        }
+
+    def read(self, model: Model, ids: Tensor) -> tuple[Tensor, tuple[float, float]]:
+        """Logits of the second half, and bits of one channel of all tokens after each half."""
+        cache, logits, held = self.cache(model), [], []
+        for start, part in parts(ids, self.first):
+            if start == PROMPT:
+                cache = self.compress(model, cache) if self.compress else cache
+                held.append(bits_held(cache, model))
+            with torch.no_grad():
+                found = model(part, past_key_values=cache, use_cache=True).logits[0]
+            logits += [found] if start >= PROMPT else []
+        return torch.cat(logits), (held[0], bits_held(cache, model))
+
+    def continued(self, model: Model, ids: Tensor) -> tuple[list[int], float]:
+        """Greedy tokens after the prompt, and the bits per value that are held then."""
+        cache, prompt = self.cache(model), ids[:, :PROMPT]
+        with torch.no_grad():
+            if self.compress:
+                model(prompt[:, :-1], past_key_values=cache, use_cache=True)
+                cache = self.compress(model, cache)
+            options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+            made = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, use_cache=True, **options
+            )
+        return made[0, PROMPT:].tolist(), bits_held(cache, model) / (PROMPT + NEW - 1)
+
+
+def parts(ids: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Passes with the places where they begin; the second one ends where it would with a first one of PASS tokens."""
+    ends = [*({first} - {PASS}), *range(PASS, ids.shape[1] + 1, PASS)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield start, ids[:, start:end]
+
+
+def bits_held(cache: Any, model: Model) -> float:
+    """Bits that are reachable from a cache, but not from its model, for each channel of keys and values of a token."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return 8 * reachable_bytes(cache, model) / values
+
+
+def losses(logits: Tensor, reference: Tensor) -> dict[str, float]:
+    """Mean KL divergence of the reference from what was found, in nats per token, and the share of changed argmaxes."""
+    total = 0.0
+    for found, expected in zip(logits.split(PASS), reference.split(PASS), strict=True):
+        log_q, log_p = (x.double().log_softmax(-1) for x in (found, expected))
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return {"kl": total / len(logits), "flips": float((logits.argmax(-1) != reference.argmax(-1)).double().mean())}
+
+
+def agreement(tokens: list[int], stock: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((at for at, pair in enumerate(zip(tokens, stock, strict=True)) if pair[0] != pair[1]), len(stock))
+
+
+def error_line(error: BaseException) -> str:
+    """What failed, in one line without paths."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"\S*/[\w.+-]+(?:/[\w.+-]+)+", "PATH", text)[:200]
+
+
+def attempt(setting: Any, way: str, job: Job, limit_s: int = LIMIT_S) -> dict[str, Any]:
+    """One way of one setting: its figures, or the error."""
+    try:
+        with time_limit(limit_s):
+            found = getattr(setting, way)(job)
+    except Exception as error:  # whatever a package raises is a finding
+        found = {"error": error_line(error)}
+    return {"setting": setting.name, "claim": setting.claim, "way": way, **found}
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """TimeoutError in a block that takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no result within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def versions() -> dict[str, str]:
+    """Of what every package runs on."""
+    found = {"python": platform.python_version(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def measure(adapter: str, job: Job, write: Callable[[Mapping[str, Any]], None]) -> None:
+    """Writes a record per setting and way of an adapter; one record where it cannot be imported."""
+    try:
+        settings = importlib.import_module(f"research.rivals.adapters.{adapter}").SETTINGS
+    except Exception as error:
+        write({**versions(), "setting": "", "claim": "", "way": "import", "error": error_line(error)})
+        return
+    for setting in settings:
+        for way in getattr(setting, "ways", ("passes", "generate")):
+            write({**versions(), **attempt(setting, way, job)})
+
+
+def main(adapter: str, folder: str, out: str) -> None:
+    """Measures one adapter; each record is on disk before the next measurement begins."""
+    torch.manual_seed(0)
+
+    def write(record: Mapping[str, Any]) -> None:
+        with Path(out).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    measure(adapter, Job(Path(folder)), write)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
