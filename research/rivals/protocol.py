@@ -92,23 +92,23 @@ class CacheSetting:
 
     def passes(self, job: Job) -> dict[str, Any]:
         """Losses and seconds of a float32 model, and the bits that are held beside a bfloat16 one."""
-        started = time.perf_counter()
-        logits, held = self.read(job.model(), job.ids)
-        figures = {**losses(logits, job.stock[0]), "seconds": time.perf_counter() - started}
+        model, started = job.model(), time.perf_counter()
+        logits, held = self.read(model, job.ids)
+        seconds = time.perf_counter() - started
         try:
             held, dtype = self.read(job.model(torch.bfloat16), job.ids)[1], "bfloat16"
         except (RuntimeError, TypeError, ValueError):
             dtype = "float32"
-        return figures | {"bits": held[1] / TOKENS, "bits_added": (held[1] - held[0]) / PROMPT, "bits_beside": dtype}
+        bits = {"bits": held[1] / TOKENS, "bits_added": (held[1] - held[0]) / PROMPT, "bits_beside": dtype}
+        return {**losses(logits, job.stock[0]), "seconds": seconds, **bits}
 
     def generate(self, job: Job) -> dict[str, Any]:
         """Greedy tokens that are stock's, and the bits that are held after them beside a float32 model."""
-        started = time.perf_counter()
-        tokens, bits = self.continued(job.model(), job.ids)
+        model, started = job.model(), time.perf_counter()
+        tokens, bits = self.continued(model, job.ids)
         seconds = time.perf_counter() - started
-        return {"same_tokens": agreement(tokens, job.stock[1]), "bits": bits, "seconds": seconds} | {
-            "bits_beside": "float32"
-        }
+        same = agreement(tokens, job.stock[1])
+        return {"same_tokens": same, "seconds": seconds, "bits": bits, "bits_beside": "float32"}
 
     def read(self, model: Model, ids: Tensor) -> tuple[Tensor, tuple[float, float]]:
         """Logits of the second half, and bits of one channel of all tokens after each half."""
@@ -148,7 +148,7 @@ def bits_held(cache: Any, model: Model) -> float:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    return 8 * reachable_bytes(cache, model) / values
+    return 8 * reachable_bytes(cache, [*model.parameters(), *model.buffers()]) / values
 
 
 def losses(logits: Tensor, reference: Tensor) -> dict[str, float]:

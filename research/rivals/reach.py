@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 """What belongs to the program, not to a cache."""
 
 
-def reachable_bytes(root: Any, without: Any = None) -> int:
+def reachable_bytes(root: Any, without: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of all storages that are reachable from an object through attributes and containers, each counted once.
 
     Args:
-        without: an object, such as the model; what is reachable from it is not counted.
+        without: tensors whose storages are not counted, such as the weights of a model that the object refers to.
     """
-    seen: set[int] = set()
-    kept: list[Any] = []  # an object that is gone could give its id to another one
-    others = dict(_storages(without, seen, kept))
-    return sum(size for key, size in dict(_storages(root, seen, kept)).items() if key not in others)
+    others = {x.untyped_storage().data_ptr() for x in without}
+    return sum(size for key, size in dict(_storages(root)).items() if key not in others)
 
 
-def _storages(root: Any, seen: set[int], kept: list[Any]) -> Iterator[tuple[int, int]]:
+def _storages(root: Any) -> Iterator[tuple[int, int]]:
     """Addresses and sizes of storages."""
-    waiting = [root]
+    waiting, seen = [root], dict[int, Any]()  # of objects that are kept, so that no other one is given their id
     while waiting:
         x = waiting.pop()
         if id(x) in seen or isinstance(x, _CODE):
             continue
-        seen.add(id(x))
-        kept.append(x)
+        seen[id(x)] = x
         if isinstance(x, torch.Tensor) and not hasattr(x, "__tensor_flatten__"):  # else its parts are what is held
-            storage = x.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+            yield x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
         elif isinstance(x, bytes | bytearray):
             yield id(x), len(x)
-        elif type(x).__module__ == "numpy" and hasattr(x, "__array_interface__"):
-            whole = x
-            while type(getattr(whole, "base", None)).__module__ == "numpy":
-                whole = whole.base
-            yield whole.__array_interface__["data"][0], whole.nbytes
+        elif isinstance(x, numpy.ndarray):
+            while isinstance(x.base, numpy.ndarray):
+                x = x.base
+            yield x.ctypes.data, x.nbytes
         waiting.extend(_inside(x))
 
 
