@@ -20,7 +20,7 @@ from kvcli.cli.output import Output
 from kvcli.commands.options import Options
 from kvcli.models.builtin_models import BUILTIN_MODELS, cache_folder, download_gguf
 from kvcli.progress import no_progress
-from research.rivals.packages import BASE, RIVALS, TORCH, Rival
+from research.rivals.packages import BASE, OLDER, RIVALS, TORCH, Rival
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, CORPUS, TOKENS = "smollm2-135m", "builtin:mobydick", 2048
@@ -81,17 +81,27 @@ def change(path: Path, **entries: Any) -> None:
 
 
 def records(rival: Rival, folder: Path, artifacts: list[Path]) -> Iterator[dict[str, Any]]:
-    """The records of one package: of each setting and way, or of what failed before."""
+    """The records of one package; settings that fail are measured once more with an older transformers."""
+    found = list(measured(rival, folder, artifacts))
+    yield from found
+    failed = {row["setting"] for row in found if "error" in row}
+    if failed and rival.for_transformers and rival.package != "kvcli":
+        again = measured(rival, folder, artifacts, OLDER)
+        yield from (row for row in again if not row["setting"] or {row["setting"], ""} & failed)
+
+
+def measured(rival: Rival, folder: Path, artifacts: list[Path], older: str = "") -> Iterator[dict[str, Any]]:
+    """Of each setting and way, or of what failed before."""
     about = {"package": rival.package, "version": rival.version}
+    failure = {**about, "setting": "", "claim": "", **({"transformers": older.split("==")[1]} if older else {})}
     try:
-        python = Path(sys.executable) if rival.package == "kvcli" else environment(rival, folder)
+        python = Path(sys.executable) if rival.package == "kvcli" else environment(rival, folder, older)
     except (subprocess.SubprocessError, OSError) as error:
-        yield {**about, "setting": "", "claim": "", "way": "install", "error": installation_error(error)}
+        yield {**failure, "way": "install", "error": installation_error(error)}
         return
     out = folder / f"{rival.adapter}.jsonl"
     out.unlink(missing_ok=True)
     command = [str(python), "-W", "ignore", "-m", "research.rivals.protocol", rival.adapter, str(folder), str(out)]
-    ended = ""
     try:
         done = subprocess.run(command, env=variables(artifacts), capture_output=True, timeout=PACKAGE_S, check=False)
         ended = f"the process ended with {done.returncode}" if done.returncode else ""
@@ -100,17 +110,18 @@ def records(rival: Rival, folder: Path, artifacts: list[Path]) -> Iterator[dict[
     for line in out.read_text().splitlines() if out.exists() else ():
         yield {**about, **json.loads(line)}
     if ended:
-        yield {**about, "setting": "", "claim": "", "way": "process", "error": ended}
+        yield {**failure, "way": "process", "error": ended}
 
 
-def environment(rival: Rival, folder: Path) -> Path:
+def environment(rival: Rival, folder: Path, older: str = "") -> Path:
     """Python of a package's environment, which is made where it is missing; torch and transformers come from a base."""
     base = folder / "environments" / "base"
     if not base.exists():
         create(base, BASE)
-    place = base.with_name(rival.adapter)
+    place = base.with_name(f"{rival.adapter}-older" if older else rival.adapter)
     if not place.exists():
-        create(place, (TORCH, *rival.requirements), next(base.glob("lib/python*/site-packages")))
+        wanted = (TORCH, *rival.requirements, *filter(None, (older,)))
+        create(place, wanted, next(base.glob("lib/python*/site-packages")))
     return place / "bin" / "python"
 
 

@@ -21,8 +21,8 @@ class Engine(Protocol):
     def read(self, tokens: list[int]) -> Any:
         """Logits of these tokens, as an array [tokens, vocab]."""
 
-    def held(self) -> int:
-        """Bytes of the cache, as the program says it."""
+    def held(self) -> int | None:
+        """Bytes of the cache, as the program says it; None where it does not."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class EngineSetting:
         make: opens the model with this setting.
         stock: opens it with an uncompressed cache; the same function for all settings, so that it is read once.
         tokens: tokens that are read, where 1024 take too long.
+        beside: dtype of the model that the cache is held beside.
     """
 
     name: str
@@ -40,16 +41,18 @@ class EngineSetting:
     make: Callable[[Job], Engine]
     stock: Callable[[Job], Engine]
     tokens: int = TOKENS
+    beside: str = "float16"
 
     def passes(self, job: Job) -> dict[str, Any]:
         """Losses, seconds, and bits that the program says it holds: of all tokens, and of those of the second half."""
         engine, started = self.make(job), time.perf_counter()
         logits, half = read_all(engine, job.tokens[: self.tokens])
-        seconds, held = time.perf_counter() - started, engine.held()
-        bits = [8 * size / values_per_token(job) for size in (half, held)]
+        seconds = time.perf_counter() - started
         found = losses(logits, stock_logits(self.stock, job, self.tokens))
-        added = (bits[1] - bits[0]) / (self.tokens // 2)
-        return {**found, "seconds": seconds, "bits": bits[1] / self.tokens, "bits_added": added, "tokens": self.tokens}
+        bits = bits_told(engine, job, self.tokens)
+        if half is not None and bits:
+            bits["bits_added"] = 2 * bits["bits"] - 8 * half / values_per_token(job) / (self.tokens // 2)
+        return {**found, "seconds": seconds, **bits, "bits_beside": self.beside, "tokens": self.tokens}
 
     def generate(self, job: Job) -> dict[str, Any]:
         """Greedy tokens that are those of its uncompressed cache, and bits after them."""
@@ -57,14 +60,20 @@ class EngineSetting:
         prompt = job.tokens[: self.tokens // 2]
         tokens = continued(engine, prompt)
         seconds = time.perf_counter() - started
-        bits = 8 * engine.held() / values_per_token(job) / (len(prompt) + NEW - 1)
         same = agreement(tokens, stock_tokens(self.stock, job, len(prompt)))
-        return {"same_tokens": same, "seconds": seconds, "bits": bits, "tokens": self.tokens}
+        told = bits_told(engine, job, len(prompt) + NEW - 1)
+        return {"same_tokens": same, "seconds": seconds, **told, "bits_beside": self.beside, "tokens": self.tokens}
 
 
-def read_all(engine: Engine, tokens: list[int]) -> tuple[Tensor, int]:
+def bits_told(engine: Engine, job: Job, tokens: int) -> dict[str, float]:
+    """Bits per value after so many tokens, where the program tells them."""
+    held = engine.held()
+    return {} if held is None else {"bits": 8 * held / values_per_token(job) / tokens}
+
+
+def read_all(engine: Engine, tokens: list[int]) -> tuple[Tensor, int | None]:
     """Logits of the second half, read in passes, and the bytes that are held after the first."""
-    logits, half = [], 0
+    logits, half = [], None
     for start in range(0, len(tokens), PASS):
         if start == len(tokens) // 2:
             half = engine.held()

@@ -8,6 +8,9 @@ TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 BASE = (TORCH, TRANSFORMERS, "accelerate==1.15.0")
 """What the environments share, unless a package asks for another version."""
 
+OLDER = "transformers==5.3.0"
+"""What settings that fail are tried with once more."""
+
 
 @dataclass(frozen=True)
 class Rival:
@@ -15,6 +18,8 @@ class Rival:
 
     adapter: str
     requirements: tuple[str, ...]
+    for_transformers: bool = True
+    """Whether its cache is one for transformers, not for a program of its own."""
 
     @property
     def package(self) -> str:
@@ -37,12 +42,12 @@ RIVALS = [
     Rival("turbokv", ("turbokv==0.1.0",)),
     Rival("turboquant_explained", ("turboquant-explained==0.1.1",)),
     Rival("turboquant_serve", ("turboquant-serve==0.1.2",)),
-    Rival("turboquant_kv", ("turboquant-kv[hf]==1.0.0",)),
+    Rival("turboquant_kv", ("turboquant-kv[hf,triton]==1.0.0",)),
     Rival("turboquantcpu", ("turboquantcpu==0.1.0",)),
     Rival("tqai", ("tqai[torch]==0.6.1",)),
     Rival("fade_kv", ("fade-kv==1.1.0",)),
     Rival("spectralquant", ("spectralquant[hf]==0.3.1",)),
-    Rival("ik_llama", ("ik-llama-cpp-python==0.1.5",)),
-    Rival("openvino_cpu", ("openvino==2026.4.1", "openvino-genai==2026.4.1.0")),
-    Rival("mlx_cpu", ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")),
+    Rival("ik_llama", ("ik-llama-cpp-python==0.1.5",), for_transformers=False),
+    Rival("openvino_cpu", ("openvino==2026.4.1", "openvino-genai==2026.4.1.0"), for_transformers=False),
+    Rival("mlx_cpu", ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2"), for_transformers=False),
 ]
