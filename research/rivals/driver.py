@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kvcli.cli.output import Output
 from kvcli.commands.options import Options
 from kvcli.models.builtin_models import BUILTIN_MODELS, cache_folder, download_gguf
 from kvcli.progress import no_progress
-from research.rivals.packages import BASE, OLDER, RIVALS, TORCH, Rival
+from research.rivals.packages import BASE, RIVALS, TORCH, Rival
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, CORPUS, TOKENS = "smollm2-135m", "builtin:mobydick", 2048
@@ -86,12 +86,13 @@ def records(rival: Rival, folder: Path, artifacts: list[Path]) -> Iterator[dict[
     yield from found
     failed = {row["setting"] for row in found if "error" in row}
     if failed and rival.for_transformers and rival.package != "kvcli":
-        again = measured(rival, folder, artifacts, OLDER)
-        yield from (row for row in again if not row["setting"] or {row["setting"], ""} & failed)
+        yield from measured(rival, folder, artifacts, rival.older, () if "" in failed else sorted(failed))
 
 
-def measured(rival: Rival, folder: Path, artifacts: list[Path], older: str = "") -> Iterator[dict[str, Any]]:
-    """Of each setting and way, or of what failed before."""
+def measured(
+    rival: Rival, folder: Path, artifacts: list[Path], older: str = "", names: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Of each setting, or named setting, and way, or of what failed before."""
     about = {"package": rival.package, "version": rival.version}
     failure = {**about, "setting": "", "claim": "", **({"transformers": older.split("==")[1]} if older else {})}
     try:
@@ -101,7 +102,17 @@ def measured(rival: Rival, folder: Path, artifacts: list[Path], older: str = "")
         return
     out = folder / f"{rival.adapter}.jsonl"
     out.unlink(missing_ok=True)
-    command = [str(python), "-W", "ignore", "-m", "research.rivals.protocol", rival.adapter, str(folder), str(out)]
+    command = [
+        str(python),
+        "-W",
+        "ignore",
+        "-m",
+        "research.rivals.protocol",
+        rival.adapter,
+        str(folder),
+        str(out),
+        *names,
+    ]
     try:
         done = subprocess.run(command, env=variables(artifacts), capture_output=True, timeout=PACKAGE_S, check=False)
         ended = f"the process ended with {done.returncode}" if done.returncode else ""

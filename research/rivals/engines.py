@@ -42,6 +42,7 @@ class EngineSetting:
     stock: Callable[[Job], Engine]
     tokens: int = TOKENS
     beside: str = "float16"
+    ways: tuple[str, ...] = ("passes", "generate")
 
     def passes(self, job: Job) -> dict[str, Any]:
         """Losses, seconds, and bits that the program says it holds: of all tokens, and of those of the second half."""

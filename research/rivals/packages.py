@@ -20,6 +20,7 @@ class Rival:
     requirements: tuple[str, ...]
     for_transformers: bool = True
     """Whether its cache is one for transformers, not for a program of its own."""
+    older: str = OLDER
 
     @property
     def package(self) -> str:
@@ -40,7 +41,7 @@ RIVALS = [
     Rival("akv", ("akv-cache==1.4.0",)),
     Rival("turboquant", ("turboquant==0.2.0",)),
     Rival("turbokv", ("turbokv==0.1.0",)),
-    Rival("turboquant_explained", ("turboquant-explained==0.1.1",)),
+    Rival("turboquant_explained", ("turboquant-explained==0.1.1",), older="transformers==4.53.3"),
     Rival("turboquant_serve", ("turboquant-serve==0.1.2",)),
     Rival("turboquant_kv", ("turboquant-kv[hf,triton]==1.0.0",)),
     Rival("turboquantcpu", ("turboquantcpu==0.1.0",)),

@@ -1,6 +1,6 @@
 """What every package is put through, in its own environment, which has no kvcli: passes of 64 tokens, then `generate`.
 
-`python -m research.rivals.protocol ADAPTER FOLDER OUT` appends a record to OUT per setting and way.
+`python -m research.rivals.protocol ADAPTER FOLDER OUT [SETTING ...]` appends a record to OUT per setting and way.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,6 +71,12 @@ class Job:
         stock = CacheSetting("", "", lambda model: DynamicCache())
         return stock.read(self.model(), self.ids)[0], stock.continued(self.model(), self.ids)[0]
 
+    @cached_property
+    def stock_nll(self) -> float:
+        """Nats per token of the text with transformers' own cache, which is the same wherever the model is."""
+        targets = torch.tensor(self.tokens[PROMPT + 1 : TOKENS])
+        return float(torch.nn.functional.cross_entropy(self.stock[0][:-1].double(), targets))
+
 
 @dataclass(frozen=True)
 class CacheSetting:
@@ -82,6 +88,9 @@ class CacheSetting:
         compress: for packages that compress what has been read: a model and transformers' cache after the prompt to
             the cache that is used from then on.
         first: tokens of the first pass.
+        rest: tokens of the other passes.
+        tokens: tokens that are read, where the rest is short.
+        after: what the documentation calls between passes.
     """
 
     name: str
@@ -89,18 +98,24 @@ class CacheSetting:
     cache: Callable[[Model], Any]
     compress: Callable[[Model, Any], Any] | None = None
     first: int = PASS
+    rest: int = PASS
+    tokens: int = TOKENS
+    after: Callable[[Model, Any], Any] | None = None
+    ways: tuple[str, ...] = ("passes", "generate")
 
     def passes(self, job: Job) -> dict[str, Any]:
         """Losses and seconds of a float32 model, and the bits that are held beside a bfloat16 one."""
         model, started = job.model(), time.perf_counter()
-        logits, held = self.read(model, job.ids)
+        ids = job.ids[:, : self.tokens]
+        logits, held = self.read(model, ids)
         seconds = time.perf_counter() - started
         try:
-            held, dtype = self.read(job.model(torch.bfloat16), job.ids)[1], "bfloat16"
+            held, dtype = self.read(job.model(torch.bfloat16), ids)[1], "bfloat16"
         except (RuntimeError, TypeError, ValueError):
             dtype = "float32"
-        bits = {"bits": held[1] / TOKENS, "bits_added": (held[1] - held[0]) / PROMPT, "bits_beside": dtype}
-        return {**losses(logits, job.stock[0]), "seconds": seconds, **bits}
+        added = (held[1] - held[0]) / (self.tokens - PROMPT)
+        bits = {"bits": held[1] / self.tokens, "bits_added": added, "bits_beside": dtype, "tokens": self.tokens}
+        return {**losses(logits, job.stock[0][: len(logits)]), "stock_nll": job.stock_nll, "seconds": seconds, **bits}
 
     def generate(self, job: Job) -> dict[str, Any]:
         """Greedy tokens that are stock's, and the bits that are held after them beside a float32 model."""
@@ -113,13 +128,15 @@ class CacheSetting:
     def read(self, model: Model, ids: Tensor) -> tuple[Tensor, tuple[float, float]]:
         """Logits of the second half, and bits of one channel of all tokens after each half."""
         cache, logits, held = self.cache(model), [], []
-        for start, part in parts(ids, self.first):
+        for start, part in parts(ids, self.first, self.rest):
             if start == PROMPT:
                 cache = self.compress(model, cache) if self.compress else cache
                 held.append(bits_held(cache, model))
             with torch.no_grad():
                 found = model(part, past_key_values=cache, use_cache=True).logits[0]
             logits += [found] if start >= PROMPT else []
+            if self.after:
+                self.after(model, cache)
         return torch.cat(logits), (held[0], bits_held(cache, model))
 
     def continued(self, model: Model, ids: Tensor) -> tuple[list[int], float]:
@@ -136,11 +153,16 @@ class CacheSetting:
         return made[0, PROMPT:].tolist(), bits_held(cache, model) / (PROMPT + NEW - 1)
 
 
-def parts(ids: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-    """Passes with the places where they begin; the second one ends where it would with a first one of PASS tokens."""
-    ends = [*({first} - {PASS}), *range(PASS, ids.shape[1] + 1, PASS)]
+def parts(ids: Tensor, first: int, rest: int) -> Iterator[tuple[int, Tensor]]:
+    """Passes, each with the place where it begins: the end of the first one, and multiples of `rest` after it."""
+    ends = [first, *(end for end in range(rest, ids.shape[1] + 1, rest) if end > first)]
     for start, end in zip([0, *ends], ends, strict=False):
         yield start, ids[:, start:end]
+
+
+def in_steps(setting: CacheSetting) -> CacheSetting:
+    """The prompt in one pass, then single tokens, for caches whose masks are not made for later passes of several."""
+    return replace(setting, name=f"{setting.name}; steps", first=PROMPT, rest=1, tokens=PROMPT + NEW, ways=("passes",))
 
 
 def bits_held(cache: Any, model: Model) -> float:
@@ -208,19 +230,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def measure(adapter: str, job: Job, write: Callable[[Mapping[str, Any]], None]) -> None:
-    """Writes a record per setting and way of an adapter; one record where it cannot be imported."""
+def measure(adapter: str, job: Job, write: Callable[[Mapping[str, Any]], None], names: Sequence[str] = ()) -> None:
+    """Writes a record per setting, or named setting, and way; one record where the adapter cannot be imported."""
     try:
         settings = importlib.import_module(f"research.rivals.adapters.{adapter}").SETTINGS
     except Exception as error:
         write({**versions(), "setting": "", "claim": "", "way": "import", "error": error_line(error)})
         return
-    for setting in settings:
-        for way in getattr(setting, "ways", ("passes", "generate")):
+    for setting in (x for x in settings if not names or x.name in names):
+        for way in setting.ways:
             write({**versions(), **attempt(setting, way, job)})
 
 
-def main(adapter: str, folder: str, out: str) -> None:
+def main(adapter: str, folder: str, out: str, *names: str) -> None:
     """Measures one adapter; each record is on disk before the next measurement begins."""
     torch.manual_seed(0)
 
@@ -228,7 +250,7 @@ def main(adapter: str, folder: str, out: str) -> None:
         with Path(out).open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    measure(adapter, Job(Path(folder)), write)
+    measure(adapter, Job(Path(folder)), write, names)
 
 
 if __name__ == "__main__":

@@ -49,5 +49,5 @@ SETTINGS = [
     EngineSetting(
         f"{bits} bits", f"{bits} bits, groups of 64", functools.partial(Reader, bits=bits), stock, TOKENS, "float32"
     )
-    for bits in (8, 4, 2)
+    for bits in (8, 4)
 ]

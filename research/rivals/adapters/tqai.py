@@ -6,7 +6,7 @@ from typing import Any
 
 import tqai as package
 
-from research.rivals.protocol import CacheSetting
+from research.rivals.protocol import CacheSetting, in_steps
 
 
 def cache(**options: Any) -> Any:
@@ -14,7 +14,8 @@ def cache(**options: Any) -> Any:
     return lambda model: package.patch(model, bits_k=4, bits_v=2, backend="torch", **options)
 
 
-SETTINGS = [
+PASSES = [
     CacheSetting("K4, V2", "about 5 times smaller", cache()),
     CacheSetting("K4, V2, full", "about 5 times smaller", cache(cache_strategy="full")),
 ]
+SETTINGS = [*PASSES, *map(in_steps, PASSES)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from turboquant import TurboQuantCache
 
-from research.rivals.protocol import CacheSetting
+from research.rivals.protocol import CacheSetting, in_steps
 
 
 def cache(key_bits: int) -> object:
@@ -13,8 +12,8 @@ def cache(key_bits: int) -> object:
     return lambda model: TurboQuantCache(key_bits=key_bits, value_bits=4, device="cpu", dtype=model.dtype)
 
 
-SETTINGS = [
+PASSES = [
     CacheSetting("keys 8, values 4 bits", "what it asks for with heads of 64", cache(8)),
     CacheSetting("keys 4, values 4 bits", "3 to 4 times smaller", cache(4)),
 ]
-assert torch
+SETTINGS = [*PASSES, *map(in_steps, PASSES)]
