@@ -7,7 +7,7 @@ from akv import AKVCache
 from research.rivals.protocol import CacheSetting
 
 SETTINGS = [
-    CacheSetting("quality", "4 bits, about 4 times smaller", lambda model: AKVCache(preset="quality")),
-    CacheSetting("balanced", "3 bits, about 5 times smaller", lambda model: AKVCache(preset="balanced")),
-    CacheSetting("compact", "2 bits, about 8 times smaller", lambda model: AKVCache(preset="compact")),
+    CacheSetting("quality", "4x", lambda model: AKVCache(preset="quality")),
+    CacheSetting("balanced", "5x", lambda model: AKVCache(preset="balanced")),
+    CacheSetting("compact", "8x", lambda model: AKVCache(preset="compact")),
 ]

@@ -69,7 +69,7 @@ def stock(job: Job) -> Context:
     return Context(job, "f16", rotated=False)
 
 
-CLAIMS = {"f16": "16 bits", "q8_0": "8.5 bits", "q4_0": "4.5 bits; better with Hadamard transforms"}
+CLAIMS = {"f16": "16 bits", "q8_0": "8.5 bits", "q4_0": "4.5 bits"}
 SETTINGS = [
     EngineSetting(
         f"{name}{', Hadamard' if rotated else ''}",

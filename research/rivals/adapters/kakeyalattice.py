@@ -21,6 +21,6 @@ def cache(q_range: int) -> Any:
 
 
 SETTINGS = [
-    CacheSetting("E8, q_range 38", "2.5 times, nominal: tensors stay in the model's dtype", cache(38)),
-    CacheSetting("E8, q_range 10", "3.4 times, nominal: tensors stay in the model's dtype", cache(10)),
+    CacheSetting("E8, q_range 38", "2.5x, nominal", cache(38)),
+    CacheSetting("E8, q_range 10", "3.4x, nominal", cache(10)),
 ]

@@ -23,10 +23,10 @@ def cache(method: str, artifact: str | None = None) -> Any:
 
 SETTINGS = [
     *(
-        CacheSetting(name, f"{bits} bits per value of the codes", cache(name))
+        CacheSetting(name, f"{bits} bits", cache(name))
         for name, bits in (("fp16", "16"), ("kivi-4", "5.00"), ("kivi-2", "3.00"))
     ),
-    CacheSetting("klt-2.25", "2.37 bits per value of the codes", cache("klt-2.25", str(PACKAGED))),
+    CacheSetting("klt-2.25", "2.37 bits", cache("klt-2.25", str(PACKAGED))),
     *(
         CacheSetting(Path(path).name, "an artifact", cache("", path))
         for path in filter(None, os.environ.get("KVCLI_ARTIFACTS", "").split(os.pathsep))

@@ -46,8 +46,6 @@ def stock(job: Job) -> Reader:
 
 
 SETTINGS = [
-    EngineSetting(
-        f"{bits} bits", f"{bits} bits, groups of 64", functools.partial(Reader, bits=bits), stock, TOKENS, "float32"
-    )
+    EngineSetting(f"{bits} bits", f"{bits}.5 bits", functools.partial(Reader, bits=bits), stock, TOKENS, "float32")
     for bits in (8, 4)
 ]

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from research.rivals.protocol import CacheSetting
 
-CLAIM = "keys 3, values 2 bits, 2.625 with scales"
+CLAIM = "2.625 bits"
 
 
 def compress(model: Any, cache: Any) -> Any:

@@ -68,8 +68,8 @@ def options(bits: str, algorithm: str = "") -> Any:
 
 
 SETTINGS = [
-    EngineSetting("u8", "8 bits, the default", options("u8"), stock),
+    EngineSetting("u8", "8 bits", options("u8"), stock),
     EngineSetting("u4", "4 bits", options("u4"), stock),
-    EngineSetting("u4, TURBO", "4 bits, rotated", options("u4", "TURBO"), stock),
-    EngineSetting("u3, TURBO", "3 bits, rotated", options("u3", "TURBO"), stock),
+    EngineSetting("u4, TURBO", "4 bits", options("u4", "TURBO"), stock),
+    EngineSetting("u3, TURBO", "3 bits", options("u3", "TURBO"), stock),
 ]

@@ -66,12 +66,12 @@ def hold(kept: QuantizedCache, first: list[torch.Tensor]) -> None:
 
 
 SETTINGS = [
-    CacheSetting("fp8", "8 bits, one scale per tensor", cache("fp8")),
-    CacheSetting("fp8, first pass of one token", "8 bits, one scale per tensor", cache("fp8"), first=1),
+    CacheSetting("fp8", "8 bits", cache("fp8")),
+    CacheSetting("fp8, first pass of one token", "8 bits", cache("fp8"), first=1),
     *(
         CacheSetting(
             f"{backend}, {bits} bits{'' if axis is None else ', groups within a token'}",
-            f"{bits} bits, groups of 64, the last 128 tokens exact",
+            f"{bits} bits",
             cache(backend, nbits=bits, **({} if axis is None else {"axis_key": axis, "axis_value": axis})),
         )
         for backend in AXES

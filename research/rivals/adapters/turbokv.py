@@ -10,5 +10,5 @@ SETTINGS = [
     CacheSetting(
         f"{bits} bits", claim, lambda model, bits=bits: TurboQuantCache(model.config, nbits=bits, device="cpu")
     )
-    for bits, claim in ((4, "about 4 times smaller"), (2, "up to 7 times smaller"))
+    for bits, claim in ((4, "4x"), (2, "7x"))
 ]

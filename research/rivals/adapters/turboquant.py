@@ -7,6 +7,6 @@ from turboquant import TurboQuantCache
 from research.rivals.protocol import CacheSetting
 
 SETTINGS = [
-    CacheSetting("4 bits", "about 4 times smaller, same quality", lambda model: TurboQuantCache(bits=4)),
-    CacheSetting("3 bits", "3 bits per value", lambda model: TurboQuantCache(bits=3)),
+    CacheSetting("4 bits", "4x", lambda model: TurboQuantCache(bits=4)),
+    CacheSetting("3 bits", "3 bits", lambda model: TurboQuantCache(bits=3)),
 ]

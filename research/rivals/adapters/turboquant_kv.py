@@ -17,4 +17,4 @@ def cache(bits: int) -> Any:
     )
 
 
-SETTINGS = [CacheSetting(f"{bits} bits", f"{bits} bits per value", cache(bits)) for bits in (4, 3)]
+SETTINGS = [CacheSetting(f"{bits} bits", f"{bits} bits", cache(bits)) for bits in (4, 3)]

@@ -13,7 +13,7 @@ def cache(key_bits: int) -> object:
 
 
 PASSES = [
-    CacheSetting("keys 8, values 4 bits", "what it asks for with heads of 64", cache(8)),
-    CacheSetting("keys 4, values 4 bits", "3 to 4 times smaller", cache(4)),
+    CacheSetting("keys 8, values 4 bits", "-", cache(8)),
+    CacheSetting("keys 4, values 4 bits", "3x to 4x", cache(4)),
 ]
 SETTINGS = [*PASSES, *map(in_steps, PASSES)]

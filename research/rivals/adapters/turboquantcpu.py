@@ -22,6 +22,6 @@ def cache(bits: int, mode: str) -> Any:
 
 
 SETTINGS = [
-    CacheSetting("prod, 4 bits", "7 times smaller, no loss", cache(4, "prod")),
-    CacheSetting("qjl, 1 bit", "14 times smaller", cache(1, "qjl")),
+    CacheSetting("prod, 4 bits", "7x, lossless", cache(4, "prod")),
+    CacheSetting("qjl, 1 bit", "14x", cache(1, "qjl")),
 ]
