@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL, CORPUS, TOKENS = "smollm2-135m", "builtin:mobydick", 2048
 """Text that nothing is fitted to: no file of its kind is in the calibration split."""
 
-INSTALL_S, PACKAGE_S = 300, 600
+INSTALL_S, PACKAGE_S = 300, 900
 """Seconds that the installation and the measurements of one package may take."""
 
 
