@@ -152,6 +152,23 @@ def _recipe(x: dict[str, Any]) -> list[str]:
     return [bits, f"{x['effective_bits']:.2f}", f"{x['kl_mean']:.4f}"]
 
 
+def rivals(name: str) -> str:
+    """One setting or a few of each package that was measured, or what failed; records have the others."""
+    rows = records(name)
+    current = max((row.get("transformers", "") for row in rows), key=lambda x: [*map(int, x.split(".") if x else ())])
+    cells = []
+    for package, settings in RIVALS.items():
+        own = [row for row in rows if row["package"] == package and row["way"] not in ("generate", "history")]
+        for setting in settings:
+            found = [row for row in own if row["setting"] == setting and "error" not in row]
+            row = (found or [row for row in own if row["setting"] in (setting, "")])[-1]
+            star = "*" if row.get("transformers", current) != current else ""
+            figures = [row.get("bits"), row.get("bits_added"), row.get("kl")]
+            shown = ["-" if x is None else f"{x:.{digits}f}" for x, digits in zip(figures, (1, 2, 4), strict=True)]
+            cells.append([f"{package} {row['version']}{star}", setting, row["claim"], *shown])
+    return markdown(["package", "setting", "it says", "bits", "bits, later", "KL"], cells)
+
+
 SHOWN = {
     "attention-h100": ("bits", "8K, p50 us", "32K, p50 us", "128K, p50 us", "x SDPA"),
     "generate-h100": ("32K, tok/s", "128K, tok/s", "32K, x tok/s", "128K, x tok/s"),
@@ -178,6 +195,28 @@ ANSWERS = {
 }
 """By suite: headings, and the columns of its own table below them; the last one has the stars."""
 
+RIVALS = {
+    "kvcli": ("fp16", "kivi-4", "kivi-2", "klt-2.25"),
+    "transformers": ("fp8", "hqq, 4 bits", "hqq, 4 bits, axis 1", "quanto, 4 bits"),
+    "akv-cache": ("balanced",),
+    "fade-kv": ("safe", "safe, tiers reassigned"),
+    "kakeyalattice": ("E8, q_range 38",),
+    "nexusquant-kv": ("compress_kv_cache after the prompt",),
+    "spectralquant": ("standard",),
+    "tiny-turboquant": ("safe",),
+    "tqai": ("K4, V2; steps",),
+    "turbokv": ("4 bits",),
+    "turboquant": ("4 bits",),
+    "turboquant-explained": ("4 bits",),
+    "turboquant-kv": ("4 bits",),
+    "turboquant-serve": ("keys 8, values 4 bits; steps",),
+    "turboquantcpu": ("prod, 4 bits",),
+    "ik-llama-cpp-python": ("q8_0", "q4_0", "q4_0, Hadamard"),
+    "mlx": ("8 bits", "4 bits"),
+    "openvino": ("u8", "u4, TURBO", "u3, TURBO"),
+}
+"""By package: the settings that the page shows, as its documentation recommends them."""
+
 TABLES: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(SHOWN, measured),
     "answers-qwen2.5-coder-1.5b": answered,
@@ -187,6 +226,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "commands": commands,
     "types": types,
     "findings": findings,
+    "rivals": rivals,
     **{f"faults-{section}": faults for section in ("kills", "files")},
 }
 

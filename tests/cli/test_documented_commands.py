@@ -36,6 +36,7 @@ NOT_RUN = {
     "docs/methods.md": "an hour on a GPU",
     "docs/quality.md": "hours on a GPU",
     "docs/records.md": "tests/cli/test_inspect_and_diff.py and tests/eval/test_report.py run such commands",
+    "docs/rivals.md": "half an hour, and a network",
     "docs/scaling.md": "a cluster; tests/calibrate/test_ranks.py and test_workflow.py run the same in small",
     "docs/serving.md": "a server does not end; tests/serve and examples/serve_openai.py run it",
     "docs/tuning.md": "minutes; tests/eval/test_tune.py runs it in small",

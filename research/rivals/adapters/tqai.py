@@ -14,5 +14,8 @@ def cache(**options: Any) -> Any:
     return lambda model: package.patch(model, bits_k=4, bits_v=2, backend="torch", **options)
 
 
-PASSES = [CacheSetting("K4, V2", "5x, serialized", cache()), CacheSetting("K4, V2, full", "5x", cache(cache_strategy="full"))]
+PASSES = [
+    CacheSetting("K4, V2", "5x, serialized", cache()),
+    CacheSetting("K4, V2, full", "5x", cache(cache_strategy="full")),
+]
 SETTINGS = [*PASSES, *map(in_steps, PASSES)]
