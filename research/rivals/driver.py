@@ -90,11 +90,11 @@ def records(rival: Rival, folder: Path, artifacts: list[Path]) -> Iterator[dict[
 
 
 def measured(
-    rival: Rival, folder: Path, artifacts: list[Path], older: str = "", names: Sequence[str] = ()
+    rival: Rival, folder: Path, artifacts: list[Path], older: tuple[str, ...] = (), names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Of each setting, or named setting, and way, or of what failed before."""
     about = {"package": rival.package, "version": rival.version}
-    failure = {**about, "setting": "", "claim": "", **({"transformers": older.split("==")[1]} if older else {})}
+    failure = {**about, "setting": "", "claim": "", **({"transformers": older[0].split("==")[1]} if older else {})}
     try:
         python = Path(sys.executable) if rival.package == "kvcli" else environment(rival, folder, older)
     except (subprocess.SubprocessError, OSError) as error:
@@ -124,14 +124,14 @@ def measured(
         yield {**failure, "way": "process", "error": ended}
 
 
-def environment(rival: Rival, folder: Path, older: str = "") -> Path:
+def environment(rival: Rival, folder: Path, older: tuple[str, ...] = ()) -> Path:
     """Python of a package's environment, which is made where it is missing; torch and transformers come from a base."""
     base = folder / "environments" / "base"
     if not base.exists():
         create(base, BASE)
     place = base.with_name(f"{rival.adapter}-older" if older else rival.adapter)
     if not place.exists():
-        wanted = (TORCH, *rival.requirements, *filter(None, (older,)))
+        wanted = (TORCH, *rival.requirements, *older)
         create(place, wanted, next(base.glob("lib/python*/site-packages")))
     return place / "bin" / "python"
 

@@ -8,7 +8,7 @@ TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 BASE = (TORCH, TRANSFORMERS, "accelerate==1.15.0")
 """What the environments share, unless a package asks for another version."""
 
-OLDER = "transformers==5.3.0"
+OLDER = ("transformers==5.3.0",)
 """What settings that fail are tried with once more."""
 
 
@@ -20,7 +20,8 @@ class Rival:
     requirements: tuple[str, ...]
     for_transformers: bool = True
     """Whether its cache is one for transformers, not for a program of its own."""
-    older: str = OLDER
+    older: tuple[str, ...] = OLDER
+    """What settings that fail are tried with once more: what was current when the package appeared."""
 
     @property
     def package(self) -> str:
@@ -39,9 +40,9 @@ RIVALS = [
     Rival("tiny_turboquant", ("tiny-turboquant==0.18.0",)),
     Rival("kakeyalattice", ("kakeyalattice[hf]==1.5.0",)),
     Rival("akv", ("akv-cache==1.4.0",)),
-    Rival("turboquant", ("turboquant==0.2.0",)),
+    Rival("turboquant", ("turboquant==0.2.0",), older=(*OLDER, "numpy==2.2.6")),
     Rival("turbokv", ("turbokv==0.1.0",)),
-    Rival("turboquant_explained", ("turboquant-explained==0.1.1",), older="transformers==4.53.3"),
+    Rival("turboquant_explained", ("turboquant-explained==0.1.1",), older=("transformers==4.53.3",)),
     Rival("turboquant_serve", ("turboquant-serve==0.1.2",)),
     Rival("turboquant_kv", ("turboquant-kv[hf,triton]==1.0.0",)),
     Rival("turboquantcpu", ("turboquantcpu==0.1.0",)),

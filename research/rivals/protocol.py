@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -104,17 +104,19 @@ class CacheSetting:
     ways: tuple[str, ...] = ("passes", "generate")
 
     def passes(self, job: Job) -> dict[str, Any]:
-        """Losses and seconds of a float32 model, and the bits that are held beside a bfloat16 one."""
+        """Losses and seconds of a float32 model, and the bits that are held beside one of 16 bits."""
         model, started = job.model(), time.perf_counter()
         ids = job.ids[:, : self.tokens]
         logits, held = self.read(model, ids)
         seconds = time.perf_counter() - started
-        try:
-            held, dtype = self.read(job.model(torch.bfloat16), ids)[1], "bfloat16"
-        except (RuntimeError, TypeError, ValueError):
-            dtype = "float32"
+        for dtype in (torch.bfloat16, torch.float16):
+            with suppress(RuntimeError, TypeError, ValueError):  # packages that do without one of them
+                held = self.read(job.model(dtype), ids)[1]
+                break
+        else:
+            dtype = torch.float32
         added = (held[1] - held[0]) / (self.tokens - PROMPT)
-        bits = {"bits": held[1] / self.tokens, "bits_added": added, "bits_beside": dtype, "tokens": self.tokens}
+        bits = {"bits": held[1] / self.tokens, "bits_added": added, "bits_beside": name(dtype), "tokens": self.tokens}
         return {**losses(logits, job.stock[0][: len(logits)]), "stock_nll": job.stock_nll, "seconds": seconds, **bits}
 
     def generate(self, job: Job) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class CacheSetting:
         tokens, bits = self.continued(model, job.ids)
         seconds = time.perf_counter() - started
         same = agreement(tokens, job.stock[1])
-        return {"same_tokens": same, "seconds": seconds, "bits": bits, "bits_beside": "float32"}
+        return {"same_tokens": same, "seconds": seconds, "bits": bits, "bits_beside": name(model.dtype)}
 
     def read(self, model: Model, ids: Tensor) -> tuple[Tensor, tuple[float, float]]:
         """Logits of the second half, and bits of one channel of all tokens after each half."""
@@ -180,6 +182,11 @@ def losses(logits: Tensor, reference: Tensor) -> dict[str, float]:
         log_q, log_p = (x.double().log_softmax(-1) for x in (found, expected))
         total += float((log_p.exp() * (log_p - log_q)).sum())
     return {"kl": total / len(logits), "flips": float((logits.argmax(-1) != reference.argmax(-1)).double().mean())}
+
+
+def name(dtype: torch.dtype) -> str:
+    """As records have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def agreement(tokens: list[int], stock: list[int]) -> int:
