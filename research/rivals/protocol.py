@@ -229,7 +229,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 def versions() -> dict[str, str]:
     """Of what every package runs on."""
     found = {"python": platform.python_version(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "numpy"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
