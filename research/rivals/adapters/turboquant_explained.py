@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import turboquant
 
-from research.rivals.protocol import CacheSetting
+from research.rivals.protocol import CacheSetting, in_steps
 
-SETTINGS = [
+PASSES = [
     CacheSetting(
         f"{bits} bits",
         claim,
@@ -14,3 +14,4 @@ SETTINGS = [
     )
     for bits, claim in ((4, "4x"), (2, "8x"))
 ]
+SETTINGS = [*PASSES, *map(in_steps, PASSES)]
