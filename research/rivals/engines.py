@@ -50,10 +50,10 @@ class EngineSetting:
         logits, half = read_all(engine, job.tokens[: self.tokens])
         seconds = time.perf_counter() - started
         found = losses(logits, stock_logits(self.stock, job, self.tokens))
-        bits = bits_told(engine, job, self.tokens)
+        bits = self.bits_told(engine, job, self.tokens)
         if half is not None and bits:
             bits["bits_added"] = 2 * bits["bits"] - 8 * half / values_per_token(job) / (self.tokens // 2)
-        return {**found, "seconds": seconds, **bits, "bits_beside": self.beside, "tokens": self.tokens}
+        return {**found, "seconds": seconds, **bits, "tokens": self.tokens}
 
     def generate(self, job: Job) -> dict[str, Any]:
         """Greedy tokens that are those of its uncompressed cache, and bits after them."""
@@ -62,14 +62,14 @@ class EngineSetting:
         tokens = continued(engine, prompt)
         seconds = time.perf_counter() - started
         same = agreement(tokens, stock_tokens(self.stock, job, len(prompt)))
-        told = bits_told(engine, job, len(prompt) + NEW - 1)
-        return {"same_tokens": same, "seconds": seconds, **told, "bits_beside": self.beside, "tokens": self.tokens}
+        told = self.bits_told(engine, job, len(prompt) + NEW - 1)
+        return {"same_tokens": same, "seconds": seconds, **told, "tokens": self.tokens}
 
-
-def bits_told(engine: Engine, job: Job, tokens: int) -> dict[str, float]:
-    """Bits per value after so many tokens, where the program tells them."""
-    held = engine.held()
-    return {} if held is None else {"bits": 8 * held / values_per_token(job) / tokens}
+    def bits_told(self, engine: Engine, job: Job, tokens: int) -> dict[str, Any]:
+        """Bits per value after so many tokens, where the program tells them."""
+        if (held := engine.held()) is None:
+            return {}
+        return {"bits": 8 * held / values_per_token(job) / tokens, "bits_beside": self.beside}
 
 
 def read_all(engine: Engine, tokens: list[int]) -> tuple[Tensor, int | None]:
