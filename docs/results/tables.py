@@ -163,10 +163,10 @@ def rivals(name: str) -> str:
             found = [row for row in own if row["setting"] == setting and "error" not in row]
             row = (found or [row for row in own if row["setting"] in (setting, "")])[-1]
             star = "*" if row.get("transformers", current) != current else ""
-            figures = [row.get("bits"), row.get("bits_added"), row.get("kl")]
-            shown = ["-" if x is None else f"{x:.{digits}f}" for x, digits in zip(figures, (1, 2, 4), strict=True)]
-            cells.append([f"{package} {row['version']}{star}", setting, row["claim"], *shown])
-    return markdown(["package", "setting", "it says", "bits", "bits, later", "KL"], cells)
+            bits = "/".join(f"{row[x]:.1f}" for x in ("bits_added", "bits") if x in row)
+            kl = f"{row['kl']:.4f}" if "kl" in row else "fails"
+            cells.append([f"{package} {row['version']}{star}", setting, row["claim"], bits, kl])
+    return markdown(["package", "setting", "it says", "bits", "KL"], cells)
 
 
 SHOWN = {
@@ -196,12 +196,12 @@ ANSWERS = {
 """By suite: headings, and the columns of its own table below them; the last one has the stars."""
 
 RIVALS = {
-    "kvcli": ("fp16", "kivi-4", "kivi-2", "klt-2.25"),
-    "transformers": ("fp8", "hqq, 4 bits", "hqq, 4 bits, axis 1", "quanto, 4 bits"),
+    "kvcli": ("kivi-4", "kivi-2", "klt-2.25"),
+    "transformers": ("fp8", "hqq, 4 bits", "quanto, 4 bits"),
     "akv-cache": ("balanced",),
-    "fade-kv": ("safe", "safe, tiers reassigned"),
+    "fade-kv": ("safe, tiers reassigned",),
     "kakeyalattice": ("E8, q_range 38",),
-    "nexusquant-kv": ("compress_kv_cache after the prompt",),
+    "nexusquant-kv": ("compress_kv_cache",),
     "spectralquant": ("standard",),
     "tiny-turboquant": ("safe",),
     "tqai": ("K4, V2; steps",),
@@ -209,11 +209,11 @@ RIVALS = {
     "turboquant": ("4 bits",),
     "turboquant-explained": ("4 bits",),
     "turboquant-kv": ("4 bits",),
-    "turboquant-serve": ("keys 8, values 4 bits; steps",),
+    "turboquant-serve": ("K8, V4; steps",),
     "turboquantcpu": ("prod, 4 bits",),
-    "ik-llama-cpp-python": ("q8_0", "q4_0", "q4_0, Hadamard"),
-    "mlx": ("8 bits", "4 bits"),
-    "openvino": ("u8", "u4, TURBO", "u3, TURBO"),
+    "ik-llama-cpp-python": ("q8_0", "q4_0, Hadamard"),
+    "mlx": ("4 bits",),
+    "openvino": ("u4, TURBO",),
 }
 """By package: the settings that the page shows, as its documentation recommends them."""
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class RivalsOptions(Options):
 
     only: list[str] = Field(default=[], description="package to measure, or 'kvcli'; repeatable; default: all")
     artifact: list[Path] = Field(default=[], description="artifact of kvcli as one more row; repeatable")
+    jobs: int = Field(default=2, ge=1, description="packages at a time, each on one core; with more, seconds say less")
     out: Path = Field(default=Path("rivals.jsonl"), description="records; those of measured packages are replaced")
     folder: Path | None = Field(default=None, description="environments and model; default: in kvcli's cache")
 
@@ -43,17 +46,21 @@ def run(options: RivalsOptions, output: Output) -> None:
     """Install pinned packages that compress the KV cache, each in an environment of its own, and measure them."""
     folder = options.folder or cache_folder("rivals")
     prepare(folder)
-    output.say("the model and its tokens are saved")
+    output.say("the model and its tokens are there")
     chosen = [Rival("kvcli_methods", (f"kvcli=={version('kvcli')}",)), *RIVALS]
-    for rival in (x for x in chosen if not options.only or x.package in options.only):
-        rows = list(records(rival, folder, options.artifact))
-        replace(options.out, rival.package, rows)
-        failed = sum("error" in row for row in rows)
-        output.say(f"{rival.package} {rival.version}: {len(rows)} records, {failed} of them errors")
+    asked = [x for x in chosen if not options.only or x.package in options.only]
+    measure = partial(records, folder=folder, artifacts=options.artifact)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for rival, rows in zip(asked, pool.map(measure, asked), strict=True):
+            replace(options.out, rival.package, rows)
+            failed = sum("error" in row for row in rows)
+            output.say(f"{rival.package} {rival.version}: {len(rows)} records, {failed} of them errors")
 
 
 def prepare(folder: Path) -> None:
-    """Saves the model as a folder of transformers and as GGUF, and the tokens, once."""
+    """Makes the environment that others share, and saves the model, also as GGUF, and the tokens, once."""
+    if not (base := folder / "environments" / "base").exists():
+        create(base, BASE)
     if (folder / "tokens.json").exists():
         return
     import torch
@@ -80,13 +87,13 @@ def change(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}, indent=1))
 
 
-def records(rival: Rival, folder: Path, artifacts: list[Path]) -> Iterator[dict[str, Any]]:
+def records(rival: Rival, folder: Path, artifacts: list[Path]) -> list[dict[str, Any]]:
     """The records of one package; settings that fail are measured once more with an older transformers."""
     found = list(measured(rival, folder, artifacts))
-    yield from found
     failed = {row["setting"] for row in found if "error" in row}
     if failed and rival.for_transformers and rival.package != "kvcli":
-        yield from measured(rival, folder, artifacts, rival.older, () if "" in failed else sorted(failed))
+        found += measured(rival, folder, artifacts, rival.older, () if "" in failed else sorted(failed))
+    return found
 
 
 def measured(
@@ -127,8 +134,6 @@ def measured(
 def environment(rival: Rival, folder: Path, older: tuple[str, ...] = ()) -> Path:
     """Python of a package's environment, which is made where it is missing; torch and transformers come from a base."""
     base = folder / "environments" / "base"
-    if not base.exists():
-        create(base, BASE)
     place = base.with_name(f"{rival.adapter}-older" if older else rival.adapter)
     if not place.exists():
         wanted = (TORCH, *rival.requirements, *older)

@@ -51,7 +51,7 @@ class EngineSetting:
         seconds = time.perf_counter() - started
         found = losses(logits, stock_logits(self.stock, job, self.tokens))
         bits = self.bits_told(engine, job, self.tokens)
-        if half is not None and bits:
+        if bits and half != engine.held():  # else tokens of the second half were allocated with the first
             bits["bits_added"] = 2 * bits["bits"] - 8 * half / values_per_token(job) / (self.tokens // 2)
         return {**found, "seconds": seconds, **bits, "tokens": self.tokens}
 

@@ -126,7 +126,7 @@ def test_a_package_that_cannot_be_installed_is_a_record(tmp_path: Path, monkeypa
         stderr = "WARNING: x\nERROR: no matching distribution at /some/where\nERROR: more"
 
     monkeypatch.setattr("research.rivals.driver.environment", lambda *_: (_ for _ in ()).throw(Failed))
-    rows = [*records(Rival("x", ("some-cache[hf]==1.2",), for_transformers=False), tmp_path, [])]
+    rows = records(Rival("x", ("some-cache[hf]==1.2",), for_transformers=False), tmp_path, [])
     assert [(row["package"], row["version"], row["error"]) for row in rows] == [
         ("some-cache", "1.2", "ERROR: no matching distribution at PATH")
     ]

@@ -21,6 +21,6 @@ def compress(model: Any, cache: Any) -> Any:
 
 
 SETTINGS = [
-    CacheSetting("compress_kv_cache after the prompt", CLAIM, lambda model: DynamicCache(), compress),
+    CacheSetting("compress_kv_cache", CLAIM, lambda model: DynamicCache(), compress),
     CacheSetting("E8QuantizedCache", CLAIM, E8QuantizedCache.from_model),
 ]

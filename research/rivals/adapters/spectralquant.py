@@ -19,4 +19,4 @@ def compress(model: Any, cache: Any) -> Any:
     return compress_prefill_cache(made.engine, cache)[0]
 
 
-SETTINGS = [CacheSetting("standard", "5.95x, when sent", lambda model: DynamicCache(), compress)]
+SETTINGS = [CacheSetting("standard", "5.95x, sent", lambda model: DynamicCache(), compress)]

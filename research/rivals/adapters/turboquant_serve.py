@@ -12,8 +12,5 @@ def cache(key_bits: int) -> object:
     return lambda model: TurboQuantCache(key_bits=key_bits, value_bits=4, device="cpu", dtype=model.dtype)
 
 
-PASSES = [
-    CacheSetting("keys 8, values 4 bits", "-", cache(8)),
-    CacheSetting("keys 4, values 4 bits", "3x to 4x", cache(4)),
-]
+PASSES = [CacheSetting("K8, V4", "-", cache(8)), CacheSetting("K4, V4", "3x to 4x", cache(4))]
 SETTINGS = [*PASSES, *map(in_steps, PASSES)]
