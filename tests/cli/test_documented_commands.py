@@ -32,6 +32,7 @@ NOT_RUN = {
     "docs/adding_a_suite.md": "tests/cli/test_adding_a_suite.py runs it",
     "docs/benchmarks.md": "hours on a GPU",
     "docs/engines.md": "tests/integrations runs its parts; vLLM's server needs a GPU",
+    "docs/library.md": "tests/cli/test_library_command.py runs such commands",
     "docs/lmcache.md": "tests/integrations/lmcache/test_lmcache_server.py starts such a server",
     "docs/methods.md": "an hour on a GPU",
     "docs/quality.md": "hours on a GPU",
