@@ -92,6 +92,8 @@ def compose(
     if not contexts or not 0 <= repair <= 1:
         raise UsageError(f"compose takes contexts and a share from 0 to 1 of their tokens, not {repair}")
     starts = [start_of(context.notes) for context in contexts] if starts is None else [*starts]
+    if len(starts) != len(contexts):
+        raise UsageError(f"there are {len(contexts)} contexts, but {len(starts)} starts")
     parts: list[Tensor] = []
     for context, start in zip(contexts, starts, strict=True):
         ids, length = context.input_ids, context.snapshot.counts.lengths[0]

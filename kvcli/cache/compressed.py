@@ -200,6 +200,19 @@ class CompressedCache(Cache):
         """By how much the position of the next token exceeds the number of tokens; 0 in steps, which know positions."""
         return self.sequences.gap if self.passes.step is None else 0
 
+    def placed(self, positions: Tensor | None, mask: Tensor | None, count: int, device: torch.device) -> Tensor:
+        """Positions of `count` new slots behind documents side by side, [batch, count].
+
+        Given ones [batch or 1, count] that count a row's tokens, as transformers' `generate` does, are moved by `gap`.
+        """
+        lengths = torch.tensor(self.sequences.lengths, device=device).unsqueeze(1)
+        if positions is None and mask is not None and mask.ndim == 2:
+            positions = (mask.cumsum(1) - 1)[:, -count:]
+        elif positions is None:
+            positions = lengths + torch.arange(count, device=device)
+        counted = (positions == lengths).any(-1, keepdim=True)
+        return (positions + self.gap * (counted & (positions >= lengths))).clamp(min=0)
+
     def step_obstacle(self, width: int = 1) -> str | None:
         """Why passes of so many tokens cannot count on the device (`kvcli.cache.step`); None if they can."""
         others, config = self.other_layers, self._seam.model.config.get_text_config(decoder=True)

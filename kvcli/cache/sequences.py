@@ -51,13 +51,20 @@ class Sequences:
         return self.valid.nbytes + self.positions.nbytes
 
     def note_gaps(self) -> None:
-        """Notes where the only row's positions leave some out; those of several rows are taken for consecutive."""
+        """Notes where the positions of documents side by side leave some out, which all rows have alike.
+
+        CacheError: rows that leave out different ones, or are of different lengths.
+        """
         self.gap, self._starts = 0, (0,)
-        if len(self.lengths) == 1 and self.lengths[0]:
-            positions, sinks = self.positions[0, : self.lengths[0]], self.counts.sink_length
-            starts = (positions.diff() != 1).nonzero()[:, 0] + 1 - sinks
-            self._starts = (0, *(start for start in starts.tolist() if start > 0))
-            self.gap = int(positions[-1]) + 1 - len(positions)
+        first, length = self.positions[:1], min(self.lengths, default=0)
+        jumps = self.positions[:, : max(self.lengths, default=0)].diff() > 1
+        if not length or not bool(self.valid.all()) or not bool(jumps.any()) or int(first[0, 0]):
+            return
+        if length < max(self.lengths) or not bool((self.positions == first)[:, :length].all()):
+            raise CacheError("rows of documents side by side are of different lengths or positions")
+        starts = (first[0, :length].diff() != 1).nonzero()[:, 0] + 1 - self.counts.sink_length
+        self._starts = (0, *(start for start in starts.tolist() if start > 0))
+        self.gap = int(first[0, length - 1]) + 1 - length
 
     def runs(self, codes: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the first tokens after the sinks, so many, each of consecutive positions."""
@@ -142,6 +149,9 @@ class Sequences:
         """
         removed: list[int] = self.valid[:, self.slots - slots :].sum(1).tolist()
         lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
+        into_documents = bool(self.gap) and min(lengths) <= self.counts.sink_length + self._starts[-1]
+        if into_documents and len({*lengths}) > 1:
+            raise CacheError("rows of documents side by side cannot be cut to different lengths")
         self.counts.coded_without(removed)
         if any(0 < length < observed for length, observed in zip(lengths, self.observed, strict=True)):
             raise CacheError(
@@ -151,7 +161,7 @@ class Sequences:
         self.counts.truncate(removed)
         self.valid = self.valid[:, : self.slots - slots].clone()
         self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
-        if self.gap:
+        if into_documents:
             self.note_gaps()
         return [row for row, length in enumerate(lengths) if not length]
 

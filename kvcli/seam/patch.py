@@ -238,13 +238,12 @@ class Seam:
             if gap:
                 raise ModelError("documents stand side by side in this cache: pass position_ids by name, or none")
             return None
-        start: int = cache.get_seq_length()
-        positions: Tensor | None = call.get("position_ids")
-        if positions is None and (gap or call.get("attention_mask") is None):
-            first = start + gap
-            kwargs["position_ids"] = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        elif positions is not None and gap and int(positions.flatten()[0]) == start:  # as transformers' generate counts
-            kwargs["position_ids"] = positions + gap
+        if gap:
+            given = call.get("position_ids"), call.get("attention_mask")
+            kwargs["position_ids"] = cache.placed(*given, tokens.shape[1], tokens.device)
+        elif call.get("position_ids") is None and call.get("attention_mask") is None:
+            start = cache.get_seq_length()
+            kwargs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
         return args, kwargs
 
     @untraced

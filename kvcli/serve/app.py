@@ -25,7 +25,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from kvcli.attention.compose import start_of
-from kvcli.errors import KvcliError, ModelError, UsageError
+from kvcli.contexts import identity_of
+from kvcli.errors import ContextError, KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
@@ -147,15 +148,19 @@ class Server:
     def _documents(self, body: ChatBody, question: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """Token ids of documents and a question about them, and the names of their contexts."""
         self.engine.check_documents()
-        store = self.engine.contexts.store
+        store, identity = self.engine.contexts.store, identity_of(self.engine.session, self.loaded.tokenizer)
         assert store is not None
         known, ids = documents_of(store, str(body.library)), list[torch.Tensor]()
         for name in body.documents:
             if name not in known:
                 raise UsageError(f"library '{str(body.library)[:80]}' has no document '{name[:80]}'")
-            tokens = store.token_ids(known[name])
+            try:
+                tokens = store.token_ids(store.whole(known[name].name, identity).context)
+            except ContextError as error:
+                raise UsageError(str(error)) from error
             ids.append(tokens[start_of(known[name].record.notes) if ids else 0 :])
-        asked = ids_of_text(self.loaded, around(self.loaded, question)[1])[0].cpu()
+        after = around(self.loaded, question, variables=body.chat_template_kwargs)[1]
+        asked = ids_of_text(self.loaded, after)[0].cpu()
         return torch.cat((*ids, asked)).unsqueeze(0), tuple(known[name].name for name in body.documents)
 
     async def _complete(self, request: Request, owner: str) -> Response:

@@ -14,11 +14,15 @@ from torch import Tensor
 from kvcli.attention.compose import check_composable
 from kvcli.attention.generation import prefill
 from kvcli.attention.session import Session
-from kvcli.errors import ContextError, KvcliError, ModelError, UsageError
+from kvcli.errors import CacheError, ContextError, KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
+from kvcli.serve.requests import ApiError
 from kvcli.serve.sampler import Sampler, choose
+
+_CHUNK = 4096
+"""Tokens of a pass that reads documents again."""
 
 
 class SequentialEngine(JobThread):
@@ -76,12 +80,15 @@ class SequentialEngine(JobThread):
         """The cache of a prompt's documents side by side, which is not kept."""
         store, started = self.contexts.store, time.monotonic()
         assert store is not None
-        contexts = [store.load(store.whole(name)) for name in job.documents]
-        composed = self.session.compose(contexts, repair=job.repair)
+        try:
+            contexts = [store.load(store.whole(name)) for name in job.documents]
+            composed = self.session.compose(contexts, repair=job.repair, prefill_chunk=_CHUNK)
+        except (CacheError, ContextError, UsageError) as error:
+            raise ApiError(400, str(error), "documents") from error
         self.metrics.load.observe(time.monotonic() - started)
         count = composed.input_ids.shape[1]
         if not torch.equal(composed.input_ids.cpu(), job.ids[:, :count]):
-            raise ContextError("a document was replaced meanwhile")
+            raise ApiError(409, "a document was replaced meanwhile", "documents")
         job.cached = job.from_disk = count - composed.reread
         return Prefix(composed.cache, job.ids, self.identity_of(job.owner, count))
 

@@ -135,7 +135,10 @@ class Document:
 
     def keep(self) -> None:
         """Stores what was read under this document's name, if the store had it under another one."""
-        if self._cache is not None and self._found != self.name:
+        if self._cache is None or self.store is None:
+            return
+        stored = self.store.get(self.name).record.notes if self._found == self.name else {}
+        if not self.notes.items() <= stored.items():
             self._keep(self._cache)
 
     def ask(
@@ -186,13 +189,16 @@ class Document:
         self._keep_after = now + _READING_PER_KEEPING * (now - started)
 
 
-def around(loaded: LoadedModel, question: str, text: str = "?") -> tuple[str, str]:
+def around(
+    loaded: LoadedModel, question: str, text: str = "?", variables: Mapping[str, Any] | None = None
+) -> tuple[str, str]:
     """What the chat template writes before a document, and from the question on, a blank line after it.
 
     ModelError: a template that changes the text of a message.
     """
     content = f"{text}{BLANK_LINE}{question.strip()}"
-    before, found, after = chat_text(loaded, [{"role": "user", "content": content}]).partition(content)
+    rendered = chat_text(loaded, [{"role": "user", "content": content}], variables=variables)
+    before, found, after = rendered.partition(content)
     if not found:
         raise ModelError(f"the chat template of {loaded.name} changes the text of a message")
     return before, question.strip() + after

@@ -32,11 +32,12 @@ def text_of(path: Path) -> str:
 
 def _pdf(path: Path) -> str:
     from pypdf import PdfReader
-    from pypdf.errors import PyPdfError
 
     try:
         pages = [page.extract_text() for page in PdfReader(path).pages]
-    except PyPdfError as error:
+    except OSError:
+        raise
+    except Exception as error:  # a parser of files of strangers raises errors of many kinds
         raise UsageError(f"{path} is no PDF that can be read: {error_text(error)}") from error
     return "\n\n".join(filter(None, map(str.strip, pages)))
 

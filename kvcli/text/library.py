@@ -5,6 +5,7 @@ A document is a context whose notes name the library; `kvcli contexts` knows it 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,12 +35,13 @@ LIBRARY, DOCUMENT = "library", "document"
 
 
 def documents_of(store: ContextReader, library: str, say: Say = say_nothing) -> dict[str, StoredContext]:
-    """The documents of a library that were read to their end, by name, in alphabetical order."""
-    found = {}
+    """The documents of a library that were read to their end, by name in order; of two, the last used."""
+    found: dict[str, StoredContext] = {}
     for stored in store.contexts(say):
-        notes = stored.record.notes
-        if notes.get(LIBRARY) == library and notes.get(TOKENS) == stored.record.num_tokens:
-            found[str(notes.get(DOCUMENT))] = stored
+        notes, count = stored.record.notes, stored.record.num_tokens
+        name, start = str(notes.get(DOCUMENT)), start_of(notes)
+        if notes.get(LIBRARY) == library and notes.get(TOKENS) == count and 0 <= start < count and name.isprintable():
+            found.setdefault(name, stored)
     return dict(sorted(found.items()))
 
 
@@ -69,7 +71,8 @@ class Library:
     def document(self, name: str, text: str, notes: dict[str, Any] | None = None) -> Document:
         """A document to be read; it replaces one of its name whose text was another."""
         of_library = {LIBRARY: self.name, DOCUMENT: name, **(notes or {})}
-        context = f"{self.name}.{name_from(name)}"[:100]
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        context = f"{name_from(self.name)[:40]}.{name_from(name)[:40]}-{digest}"
         options: dict[str, Any] = {"source": name, "name": context, "prefill_chunk": self.prefill_chunk}
         return Document(
             self.loaded, self.session, text, store=self.store, notes=of_library, beside_others=True, **options
@@ -88,10 +91,13 @@ class Library:
         """The text of a document, from its token ids."""
         ids = self.store.token_ids(stored)[start_of(stored.record.notes) :]
         tokenizer: Any = self.loaded.tokenizer
-        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
+        known = [x for x in ids.tolist() if 0 <= x < self.loaded.spec.vocab_size]
+        return str(tokenizer.decode(known, skip_special_tokens=True)).strip()
 
     def best(self, question: str, top: int) -> list[str]:
-        """The documents with most in common with a question by BM25 (Okapi), the best first; at most `top`.
+        """The documents with most in common with a question by BM25, the best first; at most `top`.
+
+        The first ones, where none has a word of the question.
 
         UsageError: the package bm25s is not installed.
         """
@@ -101,14 +107,16 @@ class Library:
             raise UsageError(
                 "documents are chosen by the package bm25s: pip install 'kvcli[library]', or name them"
             ) from error
-        documents = self.documents()
-        options = {"stopwords": None, "show_progress": False}
-        ranked = bm25s.BM25()
-        ranked.index(bm25s.tokenize([self.text(x) for x in documents.values()], **options), show_progress=False)
+        documents, options = self.documents(), {"stopwords": None, "show_progress": False, "token_pattern": r"\w+"}
+        texts = bm25s.tokenize([self.text(x) for x in documents.values()], **options)
         words = bm25s.tokenize([question], **options)
+        if not texts.vocab or not words.vocab:  # nothing to compare
+            return [*documents][:top]
+        ranked = bm25s.BM25()
+        ranked.index(texts, show_progress=False)
         found, scores = ranked.retrieve(words, [*documents], k=min(top, len(documents)), show_progress=False)
         chosen = [str(name) for name, score in zip(found[0], scores[0], strict=True) if score > 0]
-        return chosen or [str(name) for name in found[0]]
+        return chosen or [*documents][:top]
 
     def compose(self, names: Sequence[str], *, repair: float = 0.1, progress: Progress = no_progress) -> Composed:
         """The documents side by side, as `Session.compose`; UsageError: there is none of a name."""
@@ -127,7 +135,7 @@ class Library:
         records = [documents[name].record for name in names if name in documents]
         lengths = [record.num_tokens for record in records]
         starts = [start_of(record.notes) for record in records]
-        moved = shifts(lengths, starts, self.session.codecs)
+        moved = shifts(lengths, starts, self.session.codecs) if lengths else []
         left = limit - new_tokens - self.question(question).shape[1]
         return next(i for i in count() if i == len(moved) or moved[i] + lengths[i] > left)
 

@@ -144,6 +144,45 @@ def test_composed_caches_go_on(session: Session) -> None:
     assert (cropped.get_seq_length(), cropped.gap) == (0, 0)
 
 
+def test_rows_go_on_from_documents_as_one_does(session: Session) -> None:
+    """Repeated, padded, cropped and loaded again: the logits of a row alone."""
+    composed = session.compose(contexts(session))
+    held, context = composed.input_ids.shape[1], composed.cache.context(composed.input_ids)
+
+    def alone(question: Tensor) -> Tensor:
+        return session.model(question, **with_cache(session.load_cache(context))).logits[:, -1]
+
+    expected = torch.cat((alone(QUESTION), alone(QUESTION[:, 2:])))
+    rows = session.load_cache(context)
+    rows.batch_repeat_interleave(2)
+    ids = torch.cat((QUESTION, torch.cat((torch.zeros(1, 2, dtype=torch.long), QUESTION[:, 2:]), 1)))
+    mask = torch.ones(2, held + QUESTION.shape[1], dtype=torch.long)
+    mask[1, held : held + 2] = 0
+    positions = (mask.cumsum(1) - 1)[:, held:]
+    for given in (positions, None) if rows.gap else (positions,):  # without a gap, as transformers places them
+        made = session.model(ids, attention_mask=mask, position_ids=given, **with_cache(rows)).logits[:, -1]
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-4)
+        rows.crop(-QUESTION.shape[1])
+    again = session.load_cache(rows.context(composed.input_ids.repeat(2, 1)))
+    made = session.model(ids[:1].repeat(2, 1), **with_cache(again)).logits[:, -1]
+    torch.testing.assert_close(made, expected[:1].repeat(2, 1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_what_was_never_composed_has_no_gap(session: Session, first: int) -> None:
+    """A padded row, and one whose positions begin elsewhere, go on after loading as before."""
+    ids, mask = torch.cat((PREFIX, DOCUMENTS[0]), dim=1), torch.ones(1, 39, dtype=torch.long)
+    mask[:, : 0 if first else 4] = 0
+    options: Any = {"position_ids": torch.arange(5, 40)[None]} if first else {"attention_mask": mask[:, :35]}
+    cache = session.new_cache()
+    session.model(ids, **options, **with_cache(cache))
+    loaded = session.load_cache(cache.context(ids))
+    options = {"position_ids": torch.arange(35, 39)[None]} if first else {"attention_mask": mask}
+    live, again = (session.model(QUESTION, **options, **with_cache(x)).logits for x in (cache, loaded))
+    assert loaded.gap == 0
+    torch.testing.assert_close(again, live, rtol=0, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", MOVABLE)
