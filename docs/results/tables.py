@@ -182,6 +182,7 @@ SHOWN = {
         "32K, % of ceiling",
     ),
     "serve-h200": ("prompt", "clients", "cold s", "hot s", "busy s", "disk s", "hot tokens/s"),
+    "compose-smollm2-135m": ("needle, 4", "multikey, 4", "KL mean", "first token, anew = 1"),
     "quality-smollm2-135m": ("bits K / V", "KL", "95 % interval", "flips %"),
     "quality-qwen2.5-coder-1.5b-essays": ("bits K / V", "KL", "95 % interval", "flips %"),
     "generated-qwen2.5-coder-1.5b": ("KL mean", "95 % interval", "quarter 1", "quarter 4"),
