@@ -89,11 +89,9 @@ def compose(
 ) -> Composed:
     """As `Session.compose`."""
     check_composable(session)
-    if not contexts or not 0 <= repair <= 1:
-        raise UsageError(f"compose takes contexts and a share from 0 to 1 of their tokens, not {repair}")
     starts = [start_of(context.notes) for context in contexts] if starts is None else [*starts]
-    if len(starts) != len(contexts):
-        raise UsageError(f"there are {len(contexts)} contexts, but {len(starts)} starts")
+    if not contexts or len(starts) != len(contexts) or not 0 <= repair <= 1:
+        raise UsageError(f"compose takes contexts, starts of all, and a share from 0 to 1, not {repair}")
     parts: list[Tensor] = []
     for context, start in zip(contexts, starts, strict=True):
         ids, length = context.input_ids, context.snapshot.counts.lengths[0]
@@ -105,15 +103,14 @@ def compose(
     ids = torch.cat(parts, dim=1).to(session.model.device)
     if len(contexts) == 1:
         return Composed(session.load_cache(contexts[0]), ids, 0)
-    snapshots = [_flushed(session, context) for context in contexts]
-    cache = session.new_cache()
+    cache, first = session.new_cache(), contexts[0].snapshot.counts.lengths[0]
     try:
+        snapshots = [_flushed(session, context) for context in contexts]
         together = joined(snapshots, starts, session.codecs, session.seam.rope)
     except (KeyError, RuntimeError, ValueError) as error:  # tensors that no session has made
         raise CacheError(f"the contexts contradict themselves: {error_text(error)}") from error
-    cache.restore(together, release=True)
-    first = snapshots[0].counts.lengths[0]
     del snapshots
+    cache.restore(together, release=True)
     count = round(repair * (ids.shape[1] - first))
     if count:
         again = most_changed(deviations(session, cache, ids)[first:], count) + first
@@ -283,13 +280,12 @@ def _code_rotation(cache: CompressedCache) -> Rotation:
 
 @contextmanager
 def _attending(session: Session, attend: AttendFunction) -> Iterator[None]:
-    """Passes inside the block attend by another function; none of them has a cache."""
-    seam, before = session.seam, session.seam.attend
-    seam.attend = attend
+    """Passes of this thread inside the block attend by another function; none of them has a cache."""
+    session.seam.current.attend = attend
     try:
         yield
     finally:
-        seam.attend = before
+        session.seam.current.attend = None
 
 
 def _pass(session: Session, cache: CompressedCache, ids: Tensor, tokens: Tensor) -> Any:

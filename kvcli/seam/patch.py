@@ -43,6 +43,7 @@ class _CurrentPass(local):
         replacement: what the model got instead.
         on_failure: called if the pass raises, once it has added tokens to a cache; None before that.
         rope: the rotation of the text that the pass continues, where its angles depend on that; None: not known.
+        attend: called in place of the seam's function, in passes of this thread.
     """
 
     is_running = False
@@ -51,6 +52,7 @@ class _CurrentPass(local):
     replacement: Any = None
     on_failure: Callable[[], None] | None = None
     rope: Rope | None = None
+    attend: AttendFunction | None = None
 
 
 class Seam:
@@ -315,7 +317,8 @@ def _attention(
         if layer.channels != "halves":
             query, key = layer.in_order(query), layer.in_order(key) if isinstance(key, Tensor) else key
         sinks = kwargs.get("s_aux") if layer.has_sinks else None
-        output = seam.attend(AttentionCall(layer, query, key, value, attention_mask, scaling, rotary, sinks)), None
+        call = AttentionCall(layer, query, key, value, attention_mask, scaling, rotary, sinks)
+        output = (seam.current.attend or seam.attend)(call), None
     if module is seam.attention.modules[-1]:  # nothing of the pass is kept
         seam.forget_pass()
     return output

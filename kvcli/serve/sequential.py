@@ -89,6 +89,8 @@ class SequentialEngine(JobThread):
         count = composed.input_ids.shape[1]
         if not torch.equal(composed.input_ids.cpu(), job.ids[:, :count]):
             raise ApiError(409, "a document was replaced meanwhile", "documents")
+        if job.ids.shape[1] + composed.cache.gap + job.sampling.max_new_tokens > self.max_length:
+            raise ApiError(400, f"with the positions between documents, it exceeds {self.max_length}", "documents")
         job.cached = job.from_disk = count - composed.reread
         return Prefix(composed.cache, job.ids, self.identity_of(job.owner, count))
 

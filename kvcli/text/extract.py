@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvcli.errors import UsageError, error_text
 
-_EXTRA = "pip install 'kvcli[library]'"
 _EXTRACTED = (".pdf", ".html", ".htm")
 
 
@@ -21,7 +20,7 @@ def text_of(path: Path) -> str:
     try:
         text = _pdf(path) if kind == ".pdf" else _html(path) if kind in (".html", ".htm") else path.read_text("utf-8")
     except ImportError as error:
-        raise UsageError(f"the text of {path} is read by a package that is not installed: {_EXTRA}") from error
+        raise UsageError(f"{path} needs packages: pip install 'kvcli[library]'") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text; convert it to text first") from error
     text = text.removeprefix("\ufeff").rstrip("\n")  # a mark of UTF-8, no text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvcli
+from kvcli.attention import compose as compose_module
 from kvcli.attention.compose import _code_rotation, _decoded, deviations
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
@@ -225,11 +227,33 @@ def test_models_whose_keys_are_of_one_place_are_refused(family: str, changes: di
         session.compose([])
 
 
+def test_other_threads_go_on_meanwhile(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of another thread attends as ever while documents are read again."""
+    made, attended, encoded = contexts(session), list[Tensor](), compose_module._encoded
+    expected = session.model(QUESTION, **with_cache(session.new_cache())).logits
+
+    def read() -> None:
+        with torch.no_grad():
+            attended.append(session.model(QUESTION, **with_cache(session.new_cache())).logits)
+
+    def interrupted(*arguments: Any) -> Any:
+        thread = Thread(target=read)
+        thread.start()
+        thread.join()
+        return encoded(*arguments)
+
+    monkeypatch.setattr(compose_module, "_encoded", interrupted)
+    session.compose(made)
+    assert len(attended) > 3
+    assert all(torch.equal(x, expected) for x in attended)
+
+
 def test_what_is_no_document_is_refused(session: Session) -> None:
     made = contexts(session)
     for wrong, options, match in (
         ([], {}, "takes contexts"),
         (made, {"repair": 1.5}, "a share from 0 to 1"),
+        (made, {"starts": [5]}, "starts of all"),
         (made, {"starts": [5, 46, 5]}, "its document begins at 46"),
         ([made[0], replace(made[1], input_ids=None)], {}, "no single text"),
     ):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import CHAT, byte_tokenizer
-from factories import load, make_model
 from transformers import pipeline
 
 import kvcli
@@ -22,13 +19,6 @@ from kvcli.seam.versions import CACHE_ARGUMENT, with_cache
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
 SAMPLING = kvcli.SamplingConfig(12)
-
-
-@pytest.fixture
-def loaded() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    return replace(load(make_model("llama", vocab_size=300, eos_token_id=None)), tokenizer=tokenizer)
 
 
 @pytest.fixture

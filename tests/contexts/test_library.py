@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import CHAT, byte_tokenizer
-from factories import load, make_model
 
 import kvcli
 from kvcli.contexts import ContextStore
@@ -26,13 +24,6 @@ TEXTS = {
     "money": "It is a truth universally acknowledged, that a single man must be in want of a wife.",
 }
 SAMPLING = kvcli.SamplingConfig(12)
-
-
-@pytest.fixture
-def loaded() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    return replace(load(make_model("llama", vocab_size=300, eos_token_id=None)), tokenizer=tokenizer)
 
 
 @pytest.fixture
