@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.attention import compose as compose_module
-from kvcli.attention.compose import _code_rotation, _decoded, deviations
+from kvcli.attention.compose import _code_rotation, _decoded, deviations, most_changed
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.cache.joined import obstacle
@@ -122,6 +123,33 @@ def test_what_differs_most_is_read_again(session: Session) -> None:
     assert bool(found[first:].mean() < apart[first:].mean())
 
 
+def test_tokens_that_are_read_again_see_each_other_exactly(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as what their codes decode to."""
+    given, attended, encoded, attend = list[Tensor](), list[Tensor](), compose_module._encoded, compose_module.sdpa
+
+    def note(codec: Any, keys: Tensor, *rest: Any) -> Any:
+        given.append(keys)
+        return encoded(codec, keys, *rest)
+
+    def seen(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        attended.append(key)
+        return attend(query, key, *rest)
+
+    monkeypatch.setattr(compose_module, "_encoded", note)
+    monkeypatch.setattr(compose_module, "sdpa", seen)
+    session.compose(contexts(session), repair=1)
+    assert len(attended) == len(session.codecs)
+    for keys, key in zip(given[-len(attended) :], attended, strict=True):
+        assert torch.equal(key[:, :, -keys.shape[2] :], keys)
+
+
+def test_runs_that_changed_most_are_chosen() -> None:
+    changed = torch.zeros(21)
+    changed[torch.tensor([3, 20])] = torch.tensor([1.0, 2.0])
+    assert most_changed(changed, 1).tolist() == [16, 17, 18, 19, 20]
+    assert most_changed(changed, 9).tolist() == [*range(8), *range(16, 21)]
+
+
 def test_composed_caches_go_on(session: Session) -> None:
     """By passes, by steps, by transformers' own generate, loaded from a file, and after a crop: the same tokens."""
     made = contexts(session)
@@ -131,10 +159,17 @@ def test_composed_caches_go_on(session: Session) -> None:
 
     def tokens(**options: Any) -> list[int]:
         generated = session.generate(ids, cache=session.load_cache(context), max_new_tokens=24, **options)
+        assert generated.mode == options["mode"]
         return generated.sequences[0].tolist()
 
     expected = tokens(mode="passes")
     assert tokens(mode="steps") == expected
+    states: dict[str, list[Tensor]] = {"passes": [], "steps": []}
+    for mode, made_states in states.items():
+        with closing(session.chunks(session.load_cache(context), 1, 40, mode)) as chunks:  # type: ignore[arg-type]
+            made_states += [chunks(torch.tensor([[token]])).clone() for token in range(3, 43)]
+            assert chunks.mode in (mode, "passes")
+    torch.testing.assert_close(torch.cat(states["steps"]), torch.cat(states["passes"]), rtol=0, atol=1e-4)
     assert tokens(mode="passes", prefill_chunk=2) == expected
     theirs = session.model.generate(ids, **with_cache(session.load_cache(context)), max_new_tokens=24, do_sample=False)
     assert theirs[0].tolist() == expected
