@@ -73,6 +73,9 @@ UNFITTED_DEFAULT = "kivi-4"
 """The method of commands that generate, where none is named and no artifact is there: of those that need none and have
 kernels, the one with the least loss."""
 
+LIBRARY_METHOD = "klt"
+"""The method of `kvcli library add`, where none is named and no artifact is there."""
+
 DEMO_SETTINGS = {"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1}
 """Settings with which `kvcli demo` fits the default method in less time."""
 

@@ -15,11 +15,12 @@ from kvcli.cli.groups import group
 from kvcli.cli.inputs import STORE_HELP, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.commands.paths import default_artifact
 from kvcli.commands.sizes import size
 from kvcli.commands.tables import DataTable
 from kvcli.contexts.index import check_name
 from kvcli.errors import ContextError, UsageError
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.registry import DEFAULT_METHOD, LIBRARY_METHOD
 from kvcli.storage.locks import lock
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class AddOptions(SessionOptions):
 
     takes_several_gpus: ClassVar[bool] = False
 
+    method: str | None = Field(None, description=f"method; default: the newest artifact's, else {LIBRARY_METHOD}")
     files: list[Path] = Field([], description="documents: text, Markdown, PDF, HTML; a folder: its files")
     name: str = Field(DEFAULT_NAME, description="the library; letters, digits, underscores and hyphens")
     store: Path | None = Field(None, description=STORE_HELP)
@@ -70,11 +72,13 @@ def add(options: AddOptions, output: Output) -> None:
     check_name(options.name)
     if "." in options.name:
         raise UsageError(f"the name of a library has no dot, as '{options.name}' has")
-    options.check(chat=True)
     sources = read_texts(options.files)
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"two files are named {twice[0]}; a library has one document of a name")
+    if not options.names_method and options.artifact is None and default_artifact(options.model) is None:
+        options = options.model_copy(update={"method": LIBRARY_METHOD})
+    options.check(chat=True)
     store = open_store(options.store, options.model, must_exist=False)
     store.check_writable()
     chosen = choose_method(options, output)
@@ -141,9 +145,8 @@ def list_libraries(options: LibraryOptions, output: Output) -> None:
         _, documents = _documents(options, options.name, output)
         rows = [{"document": name, **_sizes([x.record])} for name, x in documents.items()]
         title = f"{store.folder}: documents of {options.name}"
-    output.result(
-        {"store": str(store.folder), "rows": rows}, DataTable.of(title, rows, (), tuple(rows[0]) if rows else ())
-    )
+    table = DataTable.of(title, rows, (), tuple(rows[0])) if rows else f"no libraries in {store.folder}"
+    output.result({"store": str(store.folder), "rows": rows}, table)
 
 
 def _sizes(records: list[Any]) -> dict[str, str]:

@@ -136,6 +136,10 @@ def test_slips_are_told(words: tuple[str, ...], match: str) -> None:
     assert match in refused(*words)
 
 
+def test_klt_is_the_default() -> None:
+    assert "no klt artifact" in refused("library", "add", "texts", *STORE, code=1)
+
+
 def test_a_library_or_document_that_is_not_there_is_told() -> None:
     add("texts/whale.txt", "--name", "sea")
     assert "there is no library 'books'" in refused("ask", "--library", "books", "Who?", *STORE)
