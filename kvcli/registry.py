@@ -30,6 +30,7 @@ METHODS = {
     "oscar": "kvcli.methods.oscar:METHOD, kvcli.methods.config:OSCARConfig",
     "kvquant": "kvcli.methods.kvquant:METHOD, kvcli.methods.config:KVQuantConfig",
     "klt": "kvcli.methods.klt.method:METHOD, kvcli.methods.config:KLTConfig",
+    "klt-tcq": "kvcli.methods.klt.method:METHOD_TCQ, kvcli.methods.config:KLTConfig",
     "commvq": "kvcli.methods.commvq.method:METHOD, kvcli.methods.commvq.config:CommVQConfig",
 }
 """Method name to `module:record`; and `module:class` of its settings, if that module does not import torch.
@@ -112,7 +113,8 @@ def check_method_name(name: str, bits: str = "") -> None:
     """
     if name in METHODS:
         return
-    close = [x for text in (name, name.partition("-")[0]) for x in difflib.get_close_matches(text, METHODS, n=1)]
+    texts = (name, name.partition("-")[0])
+    close = [x for text in texts for x in difflib.get_close_matches(text, METHODS, n=1, cutoff=0.7)]
     hint = f"did you mean '{close[0] + bits if bits else method_name(close[0], {})}'?" if close else ""
     raise UsageError(f"unknown method '{name}{bits}'; {hint or 'choose one of ' + ', '.join(METHODS)}")
 

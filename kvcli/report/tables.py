@@ -227,7 +227,7 @@ def _group(row: Row) -> dict[str, Any]:
     """What rows of one table have in common."""
     of = {"suite": row["suite"], "of": row.get("model", row.get("shape"))}
     if row["suite"] in EVAL_SUITES:
-        return {**of, **{x: y for x, y in sorted(row["options"].items()) if x not in IGNORED_OPTIONS}}
+        return {**of, **{x: y for x, y in sorted(row["options"].items()) if y and x not in IGNORED_OPTIONS}}
     how = find_suite(row["suite"]).side_by_side
     batch = row["batch"] if how and how.field == "context" else None
     return {**of, "weights": row.get("weights"), "on": machine(row), "batch": batch}

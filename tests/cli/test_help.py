@@ -180,7 +180,7 @@ def test_options_are_in_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 WRONG = {
     "train-codebook x --bits 9": (2, "--bits"),
-    "fit --method kivi": (2, "choose one of squat, squat-pre, blockgtq, oscar, kvquant, klt, commvq"),
+    "fit --method kivi": (2, "choose one of squat, squat-pre, blockgtq, oscar, kvquant, klt, klt-tcq, commvq"),
     "generate no/such/model/here": (1, "cannot load model"),
     "generate --temperature -1": (2, "--temperature"),
     "calibrate --tokens 0": (2, "--tokens"),

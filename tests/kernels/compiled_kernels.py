@@ -56,7 +56,7 @@ float32 products are made without tensor cores and spill more, on all GPUs.
 
 METHODS = (
     "rtn-4", "fp8", "kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "turboquant-2", "turboquant-3", "oscar",
-    "kvquant", "klt-2", "commvq-1", "commvq-2",
+    "kvquant", "klt-2", "klt-tcq-2", "commvq-1", "commvq-2",
 )  # fmt: skip
 
 UNIFORM, RAGGED = (640, 200, 20, 8, *[1] * 33), (640, 200, 20, 8, 1)

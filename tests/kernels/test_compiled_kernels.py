@@ -57,7 +57,7 @@ def test_kernels_fit_into_shared_memory(capability: int, options: str, compiled:
     ("methods", "kernels", "limit"),
     [
         (["kivi-2", "kivi-4"], r"scalar\.value_kernels\._value_kernel", 512),
-        (["klt-2"], r"klt\.\w+\._(scores|value)_kernel", 512),
+        (["klt-2", "klt-tcq-2"], r"klt\.\w+\._(scores|value)_kernel", 512),
         (["commvq-1"], r"\._(key_scores|bits)_kernel", 4096),  # queries, and what is stored
     ],
 )
@@ -71,7 +71,8 @@ def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kern
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("capability", "page_size", "methods"), [(80, 16, ["klt-2"]), (80, 128, ["kivi-2"]), (90, 64, ["commvq-1", "qjl"])]
+    ("capability", "page_size", "methods"),
+    [(80, 16, ["klt-2", "klt-tcq-2"]), (80, 128, ["kivi-2"]), (90, 64, ["commvq-1", "qjl"])],
 )
 def test_codes_in_pages_reach_tensor_cores_without_shared_memory(
     capability: int, page_size: int, methods: list[str]

@@ -42,6 +42,13 @@ CASES = [
     ("klt-2", 5, 1, 128, 3, 70, 4, [0, 70, 64], {}),  # more rows than a program takes
     ("klt-4", 2, 2, 96, 1, 64, 1, None, {}),
     ("klt-2", 2, 1, 256, 1, 40, 1, None, {}),
+    ("klt-tcq-2", 4, 2, 64, 1, 300, 1, None, {}),
+    ("klt-tcq-3", 4, 2, 64, 2, 517, 1, [517, 300], {}),
+    ("klt-tcq-1", 8, 2, 80, 2, 65, 2, [65, 3], {}),
+    ("klt-tcq-2", 5, 1, 128, 3, 70, 4, [0, 70, 64], {}),
+    ("klt-tcq-4", 2, 2, 96, 1, 64, 1, None, {}),
+    ("klt-tcq-2", 2, 1, 256, 1, 40, 1, None, {}),
+    ("klt-tcq-2", 2, 1, 32, 1, 40, 1, None, {}),
     ("commvq-1", 4, 1, 128, 1, 65, 1, None, {}),
     ("commvq-2", 6, 2, 64, 2, 63, 2, [63, 20], {}),
     ("commvq-1", 3, 3, 64, 1, 1, 1, None, {}),
@@ -120,7 +127,7 @@ def test_value_bits_of_several_tiles(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert_same(fused, reference_attend(codec, query.float(), part, 0.125), dtype)
 
 
-@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl", "klt-2"])
+@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl", "klt-2", "klt-tcq-2"])
 def test_largest_scores_of_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large a maximum would cost precision only, and be seen by no other test."""
     torch.manual_seed(0)

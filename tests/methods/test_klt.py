@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ConfigError, UsageError
-from kvcli.methods.klt.codec import KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
+from kvcli.methods.klt import trellis
+from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
+from kvcli.methods.klt.fields import BANDS, SCALAR, TRELLIS, Code, Fields, share
 from kvcli.methods.klt.method import KLTConfig, allocate
 from kvcli.methods.klt.transform import in_tiles, tile_rotation, transform
 from kvcli.methods.layer_codec import LayerCodec
@@ -25,6 +26,8 @@ from kvcli.registry import get_method
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, NoRope, Rope, Rotation
 
 WIDTH, TOKENS = 16, 600
+
+CODES = pytest.mark.parametrize("code", [SCALAR, TRELLIS], ids=["scalar", "trellis"])
 
 
 class Rotary(nn.Module):
@@ -84,67 +87,83 @@ def _covariance(x: Tensor) -> Tensor:
     return less.mT @ less / x.shape[1]
 
 
-def fitted(data: LayerSamples, **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
+def fitted(data: LayerSamples, name: str = "klt", **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
     assert data.query_rotation is not None
     spec = make_spec(data.q.shape[-1], rotary_dim=2 * data.query_rotation.cos.shape[-1])
-    config = allocate(spec, KLTConfig(**settings), None if data.fisher is None else [data.fisher])
-    method = get_method("klt")
+    method = get_method(name)
+    assert method.allocate is not None
+    config = method.allocate(spec, KLTConfig(**settings), None if data.fisher is None else [data.fisher])
     codec = method.build(spec, config, 0)
     assert method.fit is not None
     return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
 
 
 @cache
-def fit_bytes(fields: Fields) -> bool:
-    """Whether fields can be put into bytes as a whole, found by trying every set of fields for the first one's byte."""
+def fit_bytes(fields: Fields, first: int = 8) -> bool:
+    """Whether fields fill bytes, of the first of which so many bits are left, by trying every set for that byte."""
     if not fields:
-        return True
-    first, rest = fields[0], fields[1:]
-    for count in range(len(rest) + 1):
-        for chosen in itertools.combinations(range(len(rest)), count):
-            if first + sum(rest[i] for i in chosen) == 8:
-                others = tuple(x for i, x in enumerate(rest) if i not in chosen)
-                if fit_bytes(others):
+        return not first or first == 8
+    for count in range(len(fields) + 1):
+        for chosen in itertools.combinations(range(len(fields)), count):
+            if sum(fields[i] for i in chosen) == first:
+                others = tuple(x for i, x in enumerate(fields) if i not in chosen)
+                if not others or fit_bytes(others):
                     return True
     return False
 
 
 @cache
-def allocations(num_bytes: int) -> list[Fields]:
+def allocations(code: Code, num_bytes: int) -> list[Fields]:
     """Every number of bits from 0 to 8 of 8 bands, most first, that fits so many bytes."""
     descending = itertools.combinations_with_replacement(range(8, -1, -1), BANDS)
-    return [bits for bits in descending if sum(bits) == 8 * num_bytes and fit_bytes(tuple(x for x in bits if x))]
+    found = []
+    for bits in descending:
+        fields = tuple(x - code.trellis for x in bits if x > code.trellis)
+        if sum(bits) == 8 * num_bytes and fit_bytes(fields, 8 - code.trellis * sum(x > 0 for x in bits)):
+            found.append(bits)
+    return found
 
 
+@CODES
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
-def test_fields_fill_bytes_and_none_crosses_one(num_bytes: int) -> None:
-    assert {(*fields, *[0] * (BANDS - len(fields))) for fields in all_fields(num_bytes)} == {*allocations(num_bytes)}
-    for fields in all_fields(num_bytes):
-        taken = []
-        for bits, (byte, first) in zip(fields, places(fields), strict=True):
-            assert first + bits <= 8
-            taken += [8 * byte + bit for bit in range(first, first + bits)]
+def test_fields_fill_bytes_and_none_crosses_one(code: Code, num_bytes: int) -> None:
+    ways = {(*fields, *[0] * (BANDS - len(fields))) for fields in code.all_fields(num_bytes)}
+    assert ways == {*allocations(code, num_bytes)}
+    for fields in code.all_fields(num_bytes):
+        taken = [*range(len(fields) * code.trellis)]
+        for bits, (byte, first) in zip(fields, code.places(fields), strict=True):
+            own = bits - code.trellis
+            assert first + own <= 8
+            taken += [8 * byte + bit for bit in range(first, first + own)]
         assert sorted(taken) == [*range(8 * num_bytes)]
 
 
 @pytest.mark.parametrize("fields", [(), (4,), (3, 5), (6, 5, 5), (9, 7), (8, 0), (16,), (2,) * 12])
 def test_fields_that_do_not_fill_bytes_are_refused(fields: Fields) -> None:
     with pytest.raises(ValueError, match=r"do not fill whole bytes, at most 8 of them, most bits first"):
-        places(fields)
+        SCALAR.places(fields)
     with pytest.raises(ValueError, match="do not fill whole bytes"):
         KLTKey(make_spec(), [(4, 4), fields])
 
 
+def test_fields_that_do_not_fit_beside_the_bits_of_a_trellis_are_refused() -> None:
+    assert SCALAR.places((8, 8))
+    with pytest.raises(ValueError, match=r"do not fill whole bytes.*in a trellis"):
+        TRELLIS.places((8, 8))
+
+
+@CODES
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
-def test_the_best_fields_have_the_least_error_of_all(num_bytes: int, spread: float) -> None:
+def test_the_best_fields_have_the_least_error_of_all(code: Code, num_bytes: int, spread: float) -> None:
     costs = torch.randn(BANDS, generator=torch.Generator().manual_seed(num_bytes), dtype=torch.float64)
     costs = costs.mul(spread).exp().sort(descending=True).values
-    error, fields = best_fields(costs, num_bytes)
-    errors = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(allocations(num_bytes))] @ costs
+    error, fields = code.best_fields(costs, num_bytes)
+    table = torch.tensor(code.distortion, dtype=torch.float64)
+    errors = table[torch.tensor(allocations(code, num_bytes))] @ costs
     assert error == pytest.approx(float(errors.min()))
     padded = torch.tensor([*fields, *[0] * (BANDS - len(fields))])
-    assert error == pytest.approx(float(torch.tensor(DISTORTION, dtype=torch.float64)[padded] @ costs))
+    assert error == pytest.approx(float(table[padded] @ costs))
 
 
 @pytest.mark.parametrize("bits", [1.0, 1.34, 2.0, 2.25, 3.0, 4.0])
@@ -156,15 +175,15 @@ def test_heads_share_bits_with_the_least_error(bits: float, seed: int) -> None:
         (torch.randn(BANDS, generator=generator, dtype=torch.float64) * 2 + 2 * head).exp().sort(descending=True).values
         for head in range(3)
     ]
-    chosen = share(costs, bits)
+    chosen = share(SCALAR, costs, bits)
     total = round(3 * bits)
     assert sum(map(sum, chosen)) == 8 * total
-    errors = [[best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
+    errors = [[SCALAR.best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
     ways = [ways for ways in itertools.product(range(4), repeat=3) if sum(ways) + 3 == total]
     least = min(sum(of_head[way] for of_head, way in zip(errors, ways_, strict=True)) for ways_ in ways)
-    ours = sum(best_fields(x, sum(fields) // 8)[0] for x, fields in zip(costs, chosen, strict=True))
+    ours = sum(SCALAR.best_fields(x, sum(fields) // 8)[0] for x, fields in zip(costs, chosen, strict=True))
     assert ours == pytest.approx(least)
-    assert [best_fields(x, sum(fields) // 8)[1] for x, fields in zip(costs, chosen, strict=True)] == chosen
+    assert [SCALAR.best_fields(x, sum(fields) // 8)[1] for x, fields in zip(costs, chosen, strict=True)] == chosen
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -172,11 +191,11 @@ def test_groups_of_heads_share_bits_evenly_with_the_least_error(groups: int) -> 
     """Against all numbers of bytes of two layers of 4 heads, of which groups of heads have equally many."""
     generator = torch.Generator().manual_seed(0)
     costs = torch.randn(8, BANDS, generator=generator, dtype=torch.float64).mul(3).exp().sort(-1, True).values
-    chosen = share([*costs], 2.2, 4 // groups, groups)
+    chosen = share(SCALAR, [*costs], 2.2, 4 // groups, groups)
     counts = [sum(fields) // 8 for fields in chosen]
     total = 8 + (round(2.2 * 8) - 8) // groups * groups
     assert sum(counts) == total
-    errors = [[best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
+    errors = [[SCALAR.best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
 
     def even(layer: tuple[int, ...]) -> bool:
         return len({sum(layer[first : first + 4 // groups]) for first in range(0, 4, 4 // groups)}) == 1
@@ -207,8 +226,55 @@ def test_steps_and_errors_are_those_of_a_normal_variable(bits: int) -> None:
         decoded = ((x / step + half).round().clamp(0, 2 * half) - half) * step
         return float(((x - decoded).square() * density).sum())
 
-    assert error(STEPS[bits]) == pytest.approx(DISTORTION[bits], rel=0.01)
-    assert min(error(STEPS[bits] * factor) for factor in (0.94, 0.97, 1.03, 1.06)) > 0.998 * error(STEPS[bits])
+    step, least = SCALAR.steps[bits], SCALAR.distortion[bits]
+    assert error(step) == pytest.approx(least, rel=0.01)
+    assert min(error(step * factor) for factor in (0.94, 0.97, 1.03, 1.06)) > 0.998 * error(step)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_steps_and_errors_of_a_trellis_are_those_of_normal_variables(bits: int) -> None:
+    x = torch.randn(128, 200, generator=torch.Generator().manual_seed(0))
+
+    def error(step: float) -> float:
+        middle = (2 ** (bits + 1) - 1) / 2
+        chosen, levels = trellis.search(x / step + middle, torch.full_like(x, 2 ** (bits - 1) - 1))
+        decoded = (4 * levels + trellis.subsets(chosen) - middle) * step
+        return float((decoded - x).square().mean())
+
+    step, least = TRELLIS.steps[bits], TRELLIS.distortion[bits]
+    assert error(step) == pytest.approx(least, rel=0.07)
+    assert min(error(0.9 * step), error(1.1 * step)) > error(step)
+    assert least < 0.87 * SCALAR.distortion[bits]
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 8])
+def test_a_search_of_few_channels_finds_ways_that_are_there(channels: int) -> None:
+    """None has a smaller error than the best of all, and some have that."""
+    y = 4 * torch.rand(channels, 300, generator=torch.Generator().manual_seed(0)) + 2
+    bits, levels = trellis.search(y, torch.ones_like(y))
+    found = (4 * levels + trellis.subsets(bits) - y).square().sum(0)
+    least = torch.full_like(found, float("inf"))
+    for way in itertools.product((0, 1), repeat=channels):
+        subset = trellis.subsets(torch.tensor(way)[:, None])
+        level = ((y - subset) / 4).round().clamp(0, 1)
+        least = torch.minimum(least, (4 * level + subset - y).square().sum(0))
+    assert (found >= least - 1e-4).all()
+    assert (found < least + 1e-4).float().mean() > 0.02
+
+
+def test_bits_and_levels_are_chosen_together() -> None:
+    """Every way to 12 channels from one state, so that the search itself is exact."""
+    y = 6 * torch.rand(12, 20, generator=torch.Generator().manual_seed(1)) - 1
+    bits, levels = trellis.search(y, torch.full_like(y, 1.0))
+    assert ((levels >= 0) & (levels <= 1)).all()
+    assert ((bits == 0) | (bits == 1)).all()
+    found = (4 * levels + trellis.subsets(bits) - y).square().sum(0)
+    for way in itertools.product((0, 1), repeat=8):  # no other bits of 8 channels after the fourth are better
+        other = torch.cat((bits[:4], torch.tensor(way)[:, None].expand(-1, 20)))
+        subset = trellis.subsets(other)
+        level = ((y - subset) / 4).round().clamp(0, 1)
+        same = (other[-4:] == bits[-4:]).all(0)  # the state at the start is another one
+        assert ((4 * level + subset - y).square().sum(0)[same] >= found[same] - 1e-4).all()
 
 
 @pytest.mark.parametrize("width", [16, 24, 32, 96])
@@ -271,27 +337,28 @@ def test_matrices_are_averaged_over_the_positions_of_a_tile(rotary_dim: int) -> 
     assert torch.allclose(in_tiles(matrix, still), matrix)
 
 
-def value_codec(covariance: Tensor, bits: float) -> tuple[KLTValue, Tensor]:
+def value_codec(covariance: Tensor, bits: float, code: Code = SCALAR) -> tuple[KLTValue, Tensor]:
     """A codec of vectors of a covariance whose errors cost the same in every direction, and the predicted errors."""
     even = torch.eye(covariance.shape[-1], dtype=torch.float64).expand_as(covariance)
     found = transform(even, covariance, 1.0, cost_of_fisher=True)
-    fields = share([*found.costs], bits)
-    codec = KLTValue(make_spec(covariance.shape[-1], len(covariance)), fields)
+    fields = share(code, [*found.costs], bits)
+    codec = KLTValue(make_spec(covariance.shape[-1], len(covariance)), fields, code)
     codec.set_basis(found.basis)
-    table = torch.tensor(DISTORTION, dtype=torch.float64)
+    table = torch.tensor(code.distortion, dtype=torch.float64)
     padded = torch.tensor([[*x, *[0] * (BANDS - len(x))] for x in fields])
     return codec, (table[padded] * found.costs).sum(-1)
 
 
+@CODES
 @pytest.mark.parametrize("width", [80, 96, 128])
 @pytest.mark.parametrize("bits", [1, 2, 3])
-def test_the_error_of_normal_vectors_is_the_predicted_one(width: int, bits: int) -> None:
-    """Gains are rounded and follow each token, so it is not exactly that."""
+def test_the_error_of_normal_vectors_is_the_predicted_one(code: Code, width: int, bits: int) -> None:
+    """Gains are rounded and follow each token, and trellises of few channels are worse, so it is not exactly that."""
     covariance = matrices(width)
-    codec, predicted = value_codec(covariance, bits)
+    codec, predicted = value_codec(covariance, bits, code)
     x = normal(covariance, 2000)
     error = (codec.decode(codec.encode(x[None]))[0] - x).square().sum(-1).mean(-1)
-    assert error.tolist() == pytest.approx(predicted.tolist(), rel=0.1)
+    assert error.tolist() == pytest.approx(predicted.tolist(), rel=0.15 if code.trellis else 0.1)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -305,24 +372,27 @@ def test_correlated_vectors_are_coded_better_than_by_bits_that_are_the_same_ever
     assert errors[0] < 0.5 * errors[1]
 
 
+@CODES
 @pytest.mark.parametrize("octaves", [-6, -1, 1, 5])
-def test_a_factor_of_a_token_is_a_factor_of_what_is_decoded(octaves: int) -> None:
-    codec, _ = value_codec(matrices(WIDTH), 2)
+def test_a_factor_of_a_token_is_a_factor_of_what_is_decoded(code: Code, octaves: int) -> None:
+    codec, _ = value_codec(matrices(WIDTH), 2, code)
     x = normal(matrices(WIDTH), 200)[None]
     codes, scaled = codec.encode(x), codec.encode(x * 2.0**octaves)
-    assert torch.equal(codes.packed, scaled.packed)
+    assert (codes.packed == scaled.packed).float().mean() >= (0.98 if code.trellis else 1)
     assert torch.equal(codes.gain + 16 * octaves, scaled.gain.int())
     expected = codec.decode(codes) * 2.0**octaves
-    assert (codec.decode(scaled) - expected).abs().max() < 1e-5 * expected.abs().max()
+    decoded = codec.decode(KLTCodes(codes.packed, scaled.gain))
+    assert (decoded - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_gains_are_the_size_of_what_is_coded_of_a_token() -> None:
+@CODES
+def test_gains_are_the_size_of_what_is_coded_of_a_token(code: Code) -> None:
     """Components without a code do not count; a token that is the mean has a gain of 0 and is decoded as the mean."""
-    codec, _ = value_codec(matrices(WIDTH), 2)
+    codec, _ = value_codec(matrices(WIDTH), 2, code)
     codec.mean.copy_(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
     x = normal(matrices(WIDTH), 400) + codec.mean.unsqueeze(1)
-    basis = torch.stack([value_codec(matrices(WIDTH), 2)[0].basis[head] for head in range(2)])
-    steps = torch.tensor([[(1.0, *STEPS[1:])[b] for b in _padded(f) for _ in range(2)] for f in codec.fields])
+    basis = torch.stack([value_codec(matrices(WIDTH), 2, code)[0].basis[head] for head in range(2)])
+    steps = torch.tensor([[(1.0, *code.steps[1:])[b] for b in _padded(f) for _ in range(2)] for f in codec.fields])
     z = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(basis / steps.unsqueeze(1)).mT
     for head, fields in enumerate(codec.fields):
         coded = z[head, :, : 2 * len(fields)]
@@ -338,8 +408,9 @@ def _padded(fields: Fields) -> list[int]:
     return [*fields, *[0] * (BANDS - len(fields))]
 
 
-def test_the_range_is_that_of_gains() -> None:
-    codec, _ = value_codec(matrices(WIDTH), 2)
+@CODES
+def test_the_range_is_that_of_gains(code: Code) -> None:
+    codec, _ = value_codec(matrices(WIDTH), 2, code)
     x = normal(matrices(WIDTH), 50)[None]
     within = x * (0.9 * codec.max_magnitude / codec.peak(x, codec.encode(x)))
     assert codec.peak(within, codec.encode(within)) < codec.max_magnitude
@@ -349,9 +420,10 @@ def test_the_range_is_that_of_gains() -> None:
     assert codec.decode(codec.encode(beyond)).isfinite().all()
 
 
+@CODES
 @pytest.mark.parametrize(("width", "bits"), [(16, 2), (16, 1.5), (80, 3), (96, 2.5), (128, 1), (128, 4)])
-def test_bits_are_counted_with_gains(width: int, bits: float) -> None:
-    codec, _ = value_codec(matrices(width), bits)
+def test_bits_are_counted_with_gains(code: Code, width: int, bits: float) -> None:
+    codec, _ = value_codec(matrices(width), bits, code)
     assert codec.bits_per_token() == 2 * (bits * width + 8)
     codes = codec.encode(normal(matrices(width), 30)[None])
     assert 8 * codes.nbytes == 30 * codec.bits_per_token()
@@ -365,13 +437,34 @@ def test_codes_are_in_the_fields_of_their_bytes() -> None:
     y = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(codec.basis).mT
     gain, first = codec.encode(x[None]).gain[0], 0
     for head, fields in enumerate(codec.fields):
-        for band, (bits, (byte, start)) in enumerate(zip(fields, places(fields), strict=True)):
+        for band, (bits, (byte, start)) in enumerate(zip(fields, codec.code.places(fields), strict=True)):
             at = first + 4 * byte
             stored = codes.packed[0, 0, :, at : at + 4] >> start & 2**bits - 1
             exact = y[head, :, 4 * band : 4 * band + 4] / 2 ** ((gain[head].float() - 128) / 16)
             expected = (exact + (2**bits - 1) / 2).clamp(0, 2**bits - 1)
             assert (stored - expected).abs().max() < 0.501
         first += sum(fields) // 8 * 4
+    assert codes.packed.shape[-1] == first
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 32, 80])
+def test_bits_of_a_trellis_are_in_the_first_bytes(width: int) -> None:
+    """Bit f of a channel's first byte is that of band f; the channel before the first of a band is the last of one."""
+    codec, _ = value_codec(matrices(width), 2.5, TRELLIS)
+    x = normal(matrices(width), 20)
+    codes, lanes, first = codec.encode(x[None]), width // BANDS, 0
+    decoded = (codec.decode(codes)[0] - codec.mean.unsqueeze(1)) @ torch.linalg.inv(codec.basis).mT
+    for head, fields in enumerate(codec.fields):
+        stored = codes.packed[0, 0, :, first : first + sum(fields) // 8 * lanes].int().unflatten(-1, (-1, lanes))
+        bits, levels = [], []
+        for band, (count, (byte, start)) in enumerate(zip(fields, codec.code.places(fields), strict=True)):
+            bits.append(stored[:, 0] >> band & 1)
+            levels.append(stored[:, byte] >> start & 2 ** (count - 1) - 1)
+        level = 4 * torch.cat(levels, 1) + trellis.subsets(torch.cat(bits, 1).T).T
+        last = torch.tensor([2 ** (count + 1) - 1 for count in fields]).repeat_interleave(lanes)
+        gain = 2 ** ((codes.gain[0, head].float() - 128) / 16)
+        assert torch.allclose(decoded[head, :, : len(last)], (level - last / 2) * gain, rtol=1e-3, atol=1e-3)
+        first += sum(fields) // 8 * lanes
     assert codes.packed.shape[-1] == first
 
 
@@ -391,7 +484,8 @@ def test_codecs_that_are_not_fitted_make_codes() -> None:
     assert 8 * codes.nbytes == 5 * codec.bits_per_token()
     assert not codec.decode(codes).any()
     unused = get_method("klt").build(make_spec(), KLTConfig(), 0).key
-    fitted, tables = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH), 2 * (WIDTH * (8 + 4 * 4) + (BANDS + 1) * 6 * 4)
+    fitted = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH)
+    tables = 2 * (WIDTH * (8 + 8 + 5 * 4) + 4 * 4 + (BANDS + 1) * 6 * 4) + 4 * 8
     query = 2 * (2 * WIDTH * (WIDTH + 2 * 16) + 4 * (2 * WIDTH + 1))
     assert unused.codebook_bytes() == codec.codebook_bytes() == fitted + tables + query
     assert get_method("klt").build(make_spec(), KLTConfig(), 0).value.codebook_bytes() == fitted + tables
@@ -442,11 +536,12 @@ def test_codes_depend_on_the_position_within_a_tile_alone(name: str) -> None:
         assert (other.gain == codes[0].gain).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("method", ["klt", "klt-tcq"])
 @pytest.mark.parametrize("name", ROPES)
-def test_scores_are_products_with_decoded_keys(name: str) -> None:
+def test_scores_are_products_with_decoded_keys(name: str, method: str) -> None:
     rope = ROPES[name]
     data = samples(rotary_dim=2 * len(rope.inv_freq))
-    codec, _ = fitted(data, bits=4)
+    codec, _ = fitted(data, method, bits=4)
     k = data.k[None, :, :300]
     rotation = rope.rotation(torch.arange(100, 400)[None], torch.float32)
     rotated = rotation.apply(k)
@@ -558,11 +653,12 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         fitted(samples(queries=0))
 
 
+@pytest.mark.parametrize("method", ["klt", "klt-tcq"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_rank_has_the_codes_of_its_heads(rank: int, recorded: bool) -> None:
+def test_a_rank_has_the_codes_of_its_heads(rank: int, recorded: bool, method: str) -> None:
     data = with_fisher(samples()) if recorded else samples()
-    codec, _ = fitted(data, bits=1.5, head_groups=2)
+    codec, _ = fitted(data, method, bits=1.5, head_groups=2)
     part, x = codec.of_rank(rank, 2), data.k[:, :50].unsqueeze(0)
     assert codec.key_offset is not None
     assert part.key_offset is not None

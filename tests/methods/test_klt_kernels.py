@@ -13,12 +13,16 @@ from torch import Tensor
 from kvcli.attention.reference import attend_codes
 from kvcli.kernels import splits
 from kvcli.kernels.words import FIELD_SCALE
+from kvcli.methods.klt import kernels
 from kvcli.methods.klt.attend_kernels import fused_attend, tile_queries, unsupported
 from kvcli.methods.klt.codec import KLTCodes, KLTValue
-from kvcli.methods.klt.fields import all_fields
+from kvcli.methods.klt.fields import SCALAR, TRELLIS, Code
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 
+METHODS = pytest.mark.parametrize("method", ["klt-2", "klt-tcq-2"])
 
+
+@pytest.mark.parametrize("code", [SCALAR, TRELLIS], ids=["scalar", "trellis"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "batch", "time", "dtype"),
     [
@@ -29,11 +33,14 @@ from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
         (1, 256, 1, 20, torch.float16),
     ],
 )
-def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype) -> None:
+def test_token_kernels(
+    heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kernels encode and decode as the reference; a code may differ where a channel is within 1e-4 of a border."""
+    monkeypatch.setattr(kernels, "_SEARCH_PROGRAMS", 2)  # several blocks each
     spec = make_spec(head_dim, heads)
-    fields = [all_fields(1 + head % 4)[5 * head] for head in range(heads)]
-    codec = KLTValue(spec, fields).to(DEVICE)
+    fields = [code.all_fields(1 + head % 4)[5 * head] for head in range(heads)]
+    codec = KLTValue(spec, fields, code).to(DEVICE)
     codec.randomize_(torch.Generator(DEVICE).manual_seed(0))
     codec.mean.normal_()
     x = torch.randn(batch, heads, time, head_dim, device=DEVICE).to(dtype)
@@ -51,13 +58,14 @@ def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("programs", [0, 16])
+@METHODS
 def test_attention_of_several_blocks_per_program(
-    dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, programs: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that begin in other tiles than the first, splits of several blocks, and an offset."""
     monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", programs)
     torch.manual_seed(0)
-    _, codec = make_codec("klt-2", 4, 2, 64)
+    _, codec = make_codec(method, 4, 2, 64)
     codec.key_offset.normal_().mul_(4)
     part, query = make_part(codec, 4, 2, 280, None), torch.randn(2, 4, 1, 64, device=DEVICE)
     positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(280, device=DEVICE)
@@ -85,10 +93,11 @@ def test_queries_are_turned_to_the_tiles_of_a_sequence(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-3, 300.0, 1e6])
-def test_queries_of_tiles(dtype: torch.dtype, size: float) -> None:
+@METHODS
+def test_queries_of_tiles(dtype: torch.dtype, size: float, method: str) -> None:
     """Products with codes have the precision of the dtype, those with an offset of any size that of float32."""
     torch.manual_seed(0)
-    _, codec = make_codec("klt-2", 4, 2, 64)
+    _, codec = make_codec(method, 4, 2, 64)
     assert codec.key_offset is not None
     codec.key_offset.normal_().mul_(size)
     part, half = make_part(codec, 4, 2, 280, None), dtype != torch.float32
@@ -109,7 +118,9 @@ def test_queries_of_tiles(dtype: torch.dtype, size: float) -> None:
     assert ((numbers[..., 2:] - expected).abs() <= 2**-20 * size * offsets.norm(dim=-1).amax()).all()
     products = turned @ codec.key.basis.double().unsqueeze(1) * tables.levels.sign()[:, None, None]
     bound = (2**-8 if half else 2**-20) * products.abs().amax(-1, keepdim=True)
-    factors = numbers[..., :1] / FIELD_SCALE.value * torch.exp2(tables.bit)[:, None, None] if half else numbers[..., :1]
+    subsets = torch.arange(0, 8, 2, device=DEVICE).repeat_interleave(16)  # where they are read
+    shift = subsets if codec.key.code.trellis else tables.bit[:, None, None]
+    factors = numbers[..., :1] / FIELD_SCALE.value * torch.exp2(shift) if half else numbers[..., :1]
     assert ((out.double() * factors - products).abs() <= bound).all()
     zero = (products * tables.levels[:, None, None] / 2).sum(-1)
     assert ((numbers[..., 1] - zero).abs() <= 30 * bound[..., 0]).all()
@@ -118,6 +129,9 @@ def test_queries_of_tiles(dtype: torch.dtype, size: float) -> None:
 def test_bands_of_an_odd_number_of_channels_are_left_to_the_reference() -> None:
     for head_dim, said in ((24, "bands of 3 channels, an odd number"), (32, None)):
         assert unsupported(make_codec("klt-2", 4, 2, head_dim)[1]) == said
+    said = "bands of 2 channels, an odd number or fewer than 4"
+    assert unsupported(make_codec("klt-tcq-2", 4, 2, 16)[1]) == said
+    assert unsupported(make_codec("klt-2", 4, 2, 16)[1]) is unsupported(make_codec("klt-tcq-2", 4, 2, 32)[1]) is None
 
 
 def test_fused_attention_does_not_depend_on_autocast() -> None:

@@ -32,6 +32,8 @@ CASES = [
     ("klt-2", 4, 1, 128, 2, 32, [100], FLOAT, {}),
     ("klt-3", 8, 2, 64, 1, 64, [130, 64, 1], HALF, {}),
     ("klt-1", 4, 2, 64, 1, 256, [300], HALF, {}),
+    ("klt-tcq-2", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
+    ("klt-tcq-3", 4, 1, 128, 2, 32, [100], FLOAT, {}),
     ("kivi-2", 4, 1, 128, 1, 32, [192, 0, 96], HALF, {}),
     ("kivi-2", 4, 4, 64, 1, 64, [160], HALF, {}),  # eight groups at once
     ("kivi-4", 8, 1, 96, 2, 128, [160, 32, 128], FLOAT, {}),
@@ -106,7 +108,7 @@ def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["klt-2", "kivi-2", "squat-pre-2", "qjl", "commvq-1"])
+@pytest.mark.parametrize("name", ["klt-2", "klt-tcq-2", "kivi-2", "squat-pre-2", "qjl", "commvq-1"])
 def test_rows_shorter_than_the_table_are_divided_into_as_many_splits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: 
     if method.name == "commvq":
         config = config.resolve(spec)
     codec = method.build(spec, config, 0).to(DEVICE)
-    if method.name == "klt":  # what is not fitted decodes to 0
+    if method.name.startswith("klt"):  # what is not fitted decodes to 0
         for part in (codec.key, codec.value):
             part.randomize_(torch.Generator(DEVICE).manual_seed(0))
     return method, codec

@@ -1,8 +1,9 @@
 """Attention over KLT's codes: the scores of keys, from their codes; softmax and sums of values are in `value_kernels`.
 
-A score is <q, R (m + B y)> with y = g (c - (2^n - 1) / 2) the coded vector, R the rotation of the first position of its
-tile and m the offset at its block of the tile. The query is transformed once per tile, to B^T R^T q, and multiplied
-with codes; its products with the offsets of the tile's blocks are a few numbers.
+A score is <q, R (m + B y)> with y = g (c - l / 2) the coded vector of levels c from 0 to l, R the rotation of the first
+position of its tile and m the offset at its block of the tile. The query is transformed once per tile, to B^T R^T q,
+and multiplied with levels, of a trellis with 4 fields + subsets; its products with the offsets of the tile's blocks are
+a few numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import FIELDS, band_columns, channels_as_rows, gains, head_bands, head_bytes, head_planes
+from kvcli.methods.klt.kernels import (
+    COLUMNS,
+    FIELDS,
+    band_columns,
+    channels_as_rows,
+    gains,
+    head_bands,
+    head_bytes,
+    head_planes,
+    head_subsets,
+    subset_band,
+    words_before,
+)
 from kvcli.methods.klt.value_kernels import value_sum
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, TokenRotations
@@ -32,7 +45,7 @@ _QUERY_PROGRAMS = 264
 _QUERY_WARPS = 4
 _WARPS = 1
 _WARPS_FP32 = 4
-_MAX_REGISTERS = 128
+_MAX_REGISTERS = {False: 128, True: 168}  # without and with a trellis
 
 _BANDS = tl.constexpr(BANDS)
 _OFFSET_BLOCK = tl.constexpr(OFFSET_BLOCK)
@@ -59,7 +72,7 @@ def _tile_queries_kernel(
         out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written up to the
             last tile of a sequence.
         numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
-            with (2^n - 1) / 2, and those with the offsets.
+            with the levels' middle, and those with the offsets.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -156,9 +169,10 @@ def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, BLOCK_K: tl.constexpr
 @triton.jit
 def _load_tokens(
     p_head, p_gain, table, begin, n, low, high, num_bytes, p_page, p_time, g_page, g_time,
-    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, PAGE: tl.constexpr,
+    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, PAGE: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """Planes and stored gains of tokens n, from `begin` on, or of those nearest to them of low to high - 1.
+    """Planes, stored gains and, if TRELLIS, `words_before` of tokens n, from `begin` on, or of those nearest to them of
+    low to high - 1.
 
     An empty split reads one. In pages, `p_head` and `p_gain` point to token 0, else to token `low`.
     """
@@ -172,15 +186,17 @@ def _load_tokens(
         p_head = tile_start(p_head, table, first, at[:, None], high, p_page, p_time, PAGE, N + PAGE, PAGE)
         p_gain = tile_start(p_gain, table, first, at, high, g_page, g_time, PAGE, N + PAGE, PAGE)
     p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
-    return head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W), tl.load(p_gain + at * g_time)
+    lane = o_q[None, :] * 4
+    before = words_before(p_word, lane, 4, W) if TRELLIS else ()
+    return head_planes(p_word, lane, num_bytes, PLANES, 4, W), tl.load(p_gain + at * g_time), before
 
 
 @triton.jit
 def _score_tokens(
-    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_page, p_time, p_gain,
-    g_page, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_page, p_time,
+    p_gain, g_page, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr,
-    FP32_DOT: tl.constexpr,
+    FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """Writes the scores of tokens low to high - 1, of a head of at most PLANES bytes, and returns the largest ones.
 
@@ -188,6 +204,8 @@ def _score_tokens(
     """
     o_w, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
     m_w = o_w < W
+    lane = tl.arange(0, BLOCK_W // 4)[None, :] * 4
+    coded = tl.load(fields + _BANDS * COLUMNS + 2)
     ALIGNED: tl.constexpr = BLOCK_W // 4 if W == BLOCK_W else 1
     b_max = tl.full([BLOCK_N, m_m.shape[0]], float("-inf"), tl.float32)
     first, last = start + low, start + high  # positions
@@ -197,15 +215,21 @@ def _score_tokens(
     begin = first // BLOCK_N * BLOCK_N - start
     following = _load_tokens(
         p_head, p_gain, table, begin, begin + o_n, low, high, num_bytes, p_page, p_time, g_page, g_time,
-        PLANES, W, BLOCK_W, PAGE,
+        PLANES, W, BLOCK_W, PAGE, TRELLIS,
     )  # fmt: skip
     # an empty split reads no tile: those after the last token are not written
     for tile in range(first // TILE, tl.cdiv(last, TILE) * (high > low)):
         at_tile = at_query + (tile - start // TILE) * rows
-        b_qs = ()
+        b_qs, b_subset_qs = (), ()
         for f in tl.static_range(_BANDS):
             p_tile = tl.multiple_of(at_tile[None, :] * D + (f * W + o_w)[:, None], [ALIGNED, ALIGNED])
             b_q = tl.load(tile_query + p_tile, mask=m_w[:, None] & m_m[None, :], other=0.0)
+            if TRELLIS:
+                b_subset_qs = b_subset_qs + (channels_as_rows(b_q),)
+                ratio = tl.full([], 4.0, tl.float32)  # of a field to a subset, as they are read
+                if not FP32_DOT:
+                    ratio = tl.exp2((2 + f // 2 * 2 - tl.load(fields + f * COLUMNS + 1)).to(tl.float32))
+                b_q *= ratio.to(b_q.dtype)
             b_qs = b_qs + (channels_as_rows(b_q),)
         p_number = numbers + at_tile * NUMBERS
         b_factor = tl.load(p_number, mask=m_m, other=0.0)
@@ -214,14 +238,19 @@ def _score_tokens(
         for position in range(low_tile, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
             n = position - start + o_n
             m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
-            planes, b_gain = following
+            planes, b_gain, before = following
             following = _load_tokens(
                 p_head, p_gain, table, position - start + BLOCK_N, n + BLOCK_N, low, high, num_bytes, p_page, p_time,
-                g_page, g_time, PLANES, W, BLOCK_W, PAGE,
+                g_page, g_time, PLANES, W, BLOCK_W, PAGE, TRELLIS,
             )  # fmt: skip
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
             for f in tl.static_range(_BANDS):
                 b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
+            if TRELLIS:
+                subsets = head_subsets(planes[0], before, lane, coded, 4)
+                for f in tl.static_range(_BANDS):
+                    b_c = band_columns(subsets, subset_band(f, FP32_DOT), FP32_DOT)
+                    b_s = tl.dot(b_c, b_subset_qs[f], b_s, input_precision="ieee")
             b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * gains(b_gain)[:, None]
             if NUMBERS > 2:
                 p_offset = p_number + 2 + position % TILE // _OFFSET_BLOCK
@@ -241,7 +270,7 @@ def _scores_kernel(
     num_kv_heads, rows, length, per_split, num_tiles, table, table_row,
     W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, SPLIT: tl.constexpr,
-    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
 
@@ -282,15 +311,15 @@ def _scores_kernel(
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
-            p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, SKIP,
-            FP32_DOT,
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_batch,
+            p_time, p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, SKIP,
+            FP32_DOT, TRELLIS,
         )  # fmt: skip
     else:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
-            p_gain, g_batch, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE,
-            SKIP, FP32_DOT,
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_batch,
+            p_time, p_gain, g_batch, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE,
+            SKIP, FP32_DOT, TRELLIS,
         )  # fmt: skip
     tl.store(split_max + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
 
@@ -300,7 +329,8 @@ KLTLayer = LayerCodec[KLTKey, KLTValue]
 
 def unsupported(codec: KLTLayer) -> str | None:
     """Why these kernels cannot read a layer's codes; None if they can."""
-    return f"bands of {codec.key.width} channels, an odd number" if codec.key.width % 2 else None
+    width, fewer = codec.key.width, " or fewer than 4" * codec.key.code.trellis
+    return f"bands of {width} channels, an odd number{fewer}" if width % 2 or (fewer and width < 4) else None
 
 
 def fused_attend(codec: KLTLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
@@ -347,9 +377,9 @@ def key_scores(
         kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2], *encoded.table,
         W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, SKIP=encoded.skip, SPLIT=scores.split,
-        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
-        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1, maxnreg=None if fp32_dot else _MAX_REGISTERS,
-        **pdl_launch_options(),
+        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, TRELLIS=key.code.trellis,
+        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
+        maxnreg=None if fp32_dot else _MAX_REGISTERS[key.code.trellis], **pdl_launch_options(),
     )  # fmt: skip
     return scores
 

@@ -1,4 +1,6 @@
-"""The codes of transform coding: a gain per token and head, and a uniform scalar code of each transformed channel."""
+"""The codes of transform coding: a gain per token and head, and a level of each transformed channel, chosen for itself
+or, with a trellis, by all channels of the head together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import TINY
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, STEPS, UNIT_GAIN, Fields, places
+from kvcli.methods.klt import trellis
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, SCALAR, UNIT_GAIN, Code, Fields
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
 
@@ -27,7 +30,8 @@ class KLTCodes(Codes):
 
     Attributes:
         packed: uint8 [batch, 1, time, bytes], of one head after the other: for each of its bytes, `head_dim / 8`
-            channels; byte and bits of a band's codes are those of `fields.places`.
+            channels; byte and bits of a band's field are those of `Code.places`. With a trellis, bit f of byte 0 is
+            that of band f.
         gain: uint8 [batch, num_kv_heads, time, 1], 0 for a gain of 0, else 128 + 16 log2 of it, rounded.
     """
 
@@ -40,46 +44,63 @@ class Tables:
     """What follows from the fields of all heads.
 
     Attributes:
-        byte: int64 [num_kv_heads, head_dim], byte of a token where each channel's code lies.
-        bit: int32 of that shape, where it begins in that byte.
-        levels: int32 of that shape, 2^b - 1 for codes of b bits.
-        steps: float32 of that shape, step of codes in standard deviations; 1 without a code.
+        byte: int64 [num_kv_heads, head_dim], byte of a token where each channel's field lies.
+        lane: int64 of that shape, byte 0 of the channel.
+        bit: int32 of that shape, where the field begins in its byte.
+        field: int32 of that shape, 2^n - 1 for a field of n bits.
+        levels: float32 of that shape, the last level, 2^b - 1 for b bits, with a trellis 2^(b+1) - 1; 0 without a code.
+        steps: float32 of that shape, step of levels in standard deviations; 1 without a code.
         weights: float32 of that shape, of the squares of which a token's squared gain is the sum.
-        fields: int32 [num_kv_heads, BANDS + 1, 6]: of each band byte, bit, levels and what `_field` adds; then where
-            the head's bytes begin, and how many a channel of each band has.
+        last: int64 [4], of which of a band's channels the four before the first one of a band are.
+        turns: int32 [num_kv_heads, 4], by how many bands they are of another band.
+        fields: int32 [num_kv_heads, BANDS + 1, 6]: of each band byte, bit and mask of its field, and what `_field`
+            adds; then where the head's bytes begin, how many a channel of each band has, and how many bands are coded.
     """
 
     byte: Tensor
+    lane: Tensor
     bit: Tensor
+    field: Tensor
     levels: Tensor
     steps: Tensor
     weights: Tensor
+    last: Tensor
+    turns: Tensor
     fields: Tensor
 
     @classmethod
-    def of(cls, fields: Sequence[Fields], width: int, widening: float, device: torch.device) -> Tables:
+    def of(cls, code: Code, fields: Sequence[Fields], width: int, widening: float, device: torch.device) -> Tables:
         """Tables for bands of `width` channels, and steps that are wider than those of normal variables."""
-        rows, first = [], 0
+        rows, steps, turns, first = [], [], [], 0
         for of_head in fields:
             count, bits = sum(of_head) // 8, [*of_head, *[0] * (BANDS - len(of_head))]
-            at = [*places(of_head), *[(0, 0)] * (BANDS - len(of_head))]
-            rows.append([_field(*x, n) for x, n in zip(at, bits, strict=True)])
-            rows[-1].append((first, count, 0, 0, 0, 0))
+            at = [*code.places(of_head), *[(0, 0)] * (BANDS - len(of_head))]
+            rows.append([_field(*x, max(0, n - code.trellis)) for x, n in zip(at, bits, strict=True)])
+            rows[-1].append((first, count, len(of_head), 0, 0, 0))
             first += count * width
+            steps.append([code.steps[n] or 1.0 for n in bits])
+            turns.append([-(lane // width) % len(of_head) for lane in range(-4, 0)])
         with torch.inference_mode(False):
             table = torch.tensor(rows, dtype=torch.int32, device=device)
-            byte, bit, levels = (x.repeat_interleave(width, 1) for x in table[:, :BANDS, :3].unbind(-1))
-            steps = torch.tensor((1.0, *STEPS[1:]), device=device)[(levels + 1).float().log2().long()]
-            weights = (widening * steps * (levels > 0)).square() / (levels > 0).sum(-1, keepdim=True)
-            lane = torch.arange(width, device=device).repeat(BANDS)
-            byte = table[:, BANDS, :1].long() + byte * width + lane
-            return cls(byte, bit, levels, steps, weights, table)
+            byte, bit, field = (x.repeat_interleave(width, 1) for x in table[:, :BANDS, :3].unbind(-1))
+            coded = torch.arange(BANDS, device=device) < table[:, BANDS, 2:3]
+            levels = (
+                ((4 * table[:, :BANDS, 2] + 3 if code.trellis else table[:, :BANDS, 2]) * coded)
+                .repeat_interleave(width, 1)
+                .float()
+            )
+            step = torch.tensor(steps, device=device).repeat_interleave(width, 1)
+            weights = (widening * step * levels.sign()).square() / levels.sign().sum(-1, keepdim=True)
+            lane = table[:, BANDS, :1].long() + torch.arange(width, device=device).repeat(BANDS)
+            last = torch.arange(-4, 0, device=device) % width
+            turn = torch.tensor(turns, dtype=torch.int32, device=device)
+            return cls(byte * width + lane, lane, bit, field, levels, step, weights, last, turn, table)
 
 
 class _KLT(Codec[KLTCodes, None]):
-    """x_hat = mean + B (g (c - (2^b - 1) / 2)): codes c of b bits, gain g of the token, basis B of the head.
+    """x_hat = mean + B (g (c - l / 2)): levels c from 0 to l, gain g of the token, basis B of the head.
 
-    y = B^-1 (x - mean) is in units of the steps of codes; g is the root mean square of what is coded of it, in units
+    y = B^-1 (x - mean) is in units of the steps of levels; g is the root mean square of what is coded of it, in units
     of its standard deviation in the calibration samples, times `widening`.
 
     Args:
@@ -99,12 +120,12 @@ class _KLT(Codec[KLTCodes, None]):
     calibrated_range = True
     max_magnitude = 0.99 * _LARGEST_GAIN
 
-    def __init__(self, spec: ModelSpec, fields: Sequence[Fields]) -> None:
+    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
         super().__init__()
         if spec.head_dim % BANDS:
             raise ValueError(f"head_dim {spec.head_dim} is no multiple of {BANDS}, the bands of channels")
-        self.spec, self.fields, self.width = spec, tuple(fields), spec.head_dim // BANDS
-        self.num_bytes = [sum(of_head) // 8 * self.width for of_head in self.fields if places(of_head)]
+        self.spec, self.fields, self.code, self.width = spec, tuple(fields), code, spec.head_dim // BANDS
+        self.num_bytes = [sum(of_head) // 8 * self.width for of_head in self.fields if code.places(of_head)]
         self.basis: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
         self.mean: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim))
         self._inverse: CachedFromBuffers[Tensor] = CachedFromBuffers()
@@ -120,7 +141,7 @@ class _KLT(Codec[KLTCodes, None]):
             raise UsageError(f"codes of the heads of {ranks} ranks have different bytes ({each})")
         heads = slice(rank * count, (rank + 1) * count)
         spec = replace(self.spec, num_heads=self.spec.num_heads // ranks, num_kv_heads=count)
-        part = type(self)(spec, self.fields[heads])
+        part = type(self)(spec, self.fields[heads], self.code)
         part.basis, part.mean = self.basis[heads], self.mean[heads]
         return part
 
@@ -145,7 +166,7 @@ class _KLT(Codec[KLTCodes, None]):
     def tables(self) -> Tables:
         """What follows from the fields, on the device of the buffers."""
         return self._tables.get(
-            lambda: Tables.of(self.fields, self.width, self.widening, self.basis.device), self.basis
+            lambda: Tables.of(self.code, self.fields, self.width, self.widening, self.basis.device), self.basis
         )
 
     def analyse(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,14 +192,17 @@ class _KLT(Codec[KLTCodes, None]):
         from kvcli.methods.klt.kernels import encode_tokens
 
         tables = self.tables
-        encode_tokens(x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain)
+        encode_tokens(
+            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, self.code.trellis
+        )
 
     def decode_to(self, codes: KLTCodes, state: None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.klt.kernels import decode_tokens
 
-        return decode_tokens(codes.packed, codes.gain, self.basis, self.mean, self.tables.fields, dtype)
+        fields = self.tables.fields
+        return decode_tokens(codes.packed, codes.gain, self.basis, self.mean, fields, dtype, self.code.trellis)
 
     def encode(self, x: Tensor, state: None = None) -> KLTCodes:
         if self.fused:
@@ -188,26 +212,64 @@ class _KLT(Codec[KLTCodes, None]):
             return written
         y, exact = self.analyse(x)
         stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
-        gain = _decoded(stored)
         tables = self.tables
-        levels = tables.levels.float().unsqueeze(1)
-        codes = (y / gain.clamp_min(1e-30) + levels / 2).round().maximum(levels.new_zeros(())).minimum(levels)
-        shifted = codes.int() << tables.bit.unsqueeze(1)
+        y = y / _decoded(stored).clamp_min(1e-30) + tables.levels.unsqueeze(1) / 2
+        if self.code.trellis:
+            bits, fields = self._searched(y)
+        else:
+            bits, fields = None, y.round().clamp_min(0).minimum(tables.levels.unsqueeze(1)).int()
+        fields <<= tables.bit.unsqueeze(1)
         # fields of a byte share no bit, so the sum joins them
-        packed = shifted.new_zeros(x.shape[0], x.shape[2], sum(self.num_bytes))
-        index = tables.byte.flatten().expand(*packed.shape[:2], -1)
-        packed.scatter_add_(2, index, shifted.transpose(1, 2).flatten(2))
+        packed = fields.new_zeros(x.shape[0], x.shape[2], sum(self.num_bytes))
+        for index, part in ((tables.byte, fields), (tables.lane, bits)):
+            if part is not None:
+                packed.scatter_add_(2, index.flatten().expand(*packed.shape[:2], -1), part.transpose(1, 2).flatten(2))
         return KLTCodes(packed.unsqueeze(1).to(torch.uint8), stored.to(torch.uint8))
+
+    def _searched(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Bits of the trellis in their places, and fields of y [batch, num_kv_heads, time, head_dim]: int32."""
+        bits, fields = (torch.zeros_like(y, dtype=torch.int32) for _ in range(2))
+        for bands in {*map(len, self.fields)}:  # heads with as many channels at once
+            heads, coded = [i for i, of_head in enumerate(self.fields) if len(of_head) == bands], bands * self.width
+            vectors = y[:, heads, :, :coded].permute(3, 1, 0, 2)
+            most = self.tables.field[heads, :coded].T.float()[..., None, None].expand_as(vectors)
+            found = trellis.search(vectors.flatten(1), most.flatten(1))
+            for out, part in zip((bits, fields), found, strict=True):
+                out[:, heads, :, :coded] = part.view_as(vectors).permute(2, 1, 3, 0)
+        band = torch.arange(BANDS, device=y.device).repeat_interleave(self.width)
+        return bits << band.int(), fields
 
     def decode(self, codes: KLTCodes, state: None = None) -> Tensor:
         return (self._coded(codes) * _decoded(codes.gain)) @ self.basis.mT + self.mean.unsqueeze(1)
 
     def _coded(self, codes: KLTCodes) -> Tensor:
-        """c - (2^b - 1) / 2 of each channel: float32 [batch, num_kv_heads, time, head_dim]."""
+        """Levels less half of the last one: float32 [batch, num_kv_heads, time, head_dim]."""
         tables = self.tables
-        byte, bit, levels = tables.byte, tables.bit.unsqueeze(1), tables.levels.unsqueeze(1)
-        taken = codes.packed[:, 0].index_select(-1, byte.flatten()).unflatten(-1, byte.shape).transpose(1, 2).int()
-        return ((taken >> bit) & levels) - levels / 2
+        packed = codes.packed[:, 0].mT.contiguous()  # what is done to a channel is done to neighbours in memory
+
+        def taken(byte: Tensor) -> Tensor:
+            return packed.index_select(1, byte.flatten()).unflatten(1, byte.shape)
+
+        levels = (taken(tables.byte) >> tables.bit.byte().unsqueeze(2) & tables.field.byte().unsqueeze(2)).float()
+        if self.code.trellis:
+            levels = levels.mul_(4).add_(self._subsets(taken(tables.lane[:, : self.width])))
+        return levels.sub_(tables.levels.unsqueeze(2) / 2).mT
+
+    def _subsets(self, bits: Tensor) -> Tensor:
+        """Subsets of levels [batch, num_kv_heads, head_dim, time] from first bytes [.., head_dim / 8, time], uint8."""
+        tables = self.tables
+        bands = tables.fields[:, BANDS, 2, None, None].byte()
+        mask = (1 << bands) - 1
+        bits = bits & mask
+        # the channels before the first ones of a band are the last ones of another
+        last, turn = bits.index_select(-2, tables.last), tables.turns.byte().unsqueeze(2)
+        bits = torch.cat(((last << turn | last >> bands - turn) & mask, bits), -2)
+        now, *before = (bits[:, :, x : x + self.width] for x in (4, *(4 - tap for tap in trellis.TAPS)))
+        y1, y0 = now ^ before[0] ^ before[2], before[1]
+        # two bits each, of even bands and of odd ones
+        pairs = torch.stack((y0 & 0x55 | (y1 & 0x55) << 1, y0 >> 1 & 0x55 | y1 & 0xAA), -3)
+        shift = torch.arange(0, BANDS, 2, dtype=torch.uint8, device=bits.device).view(-1, 1, 1, 1)
+        return (pairs.unsqueeze(-4) >> shift & 3).flatten(-4, -2)
 
 
 @dataclass(frozen=True)
@@ -217,7 +279,7 @@ class QueryTables:
     Attributes:
         basis: B, [num_kv_heads, head_dim, head_dim]; for float16 queries float16, each column over a power of two.
         factors: float32 [num_kv_heads, 2 * head_dim + 1], by which products with the columns are multiplied, 0 without
-            codes; then, by which the result is, for the product with (2^b - 1) / 2; then the unit of offsets.
+            codes; then, by which the result is, for the product with the levels' middle; then the unit of offsets.
         offsets: [num_kv_heads, head_dim, blocks], the offset at each block of a tile; for float16 queries in the unit,
             rounded to float16, and as many columns of what is left of it.
     """
@@ -227,14 +289,21 @@ class QueryTables:
     offsets: Tensor
 
     @classmethod
-    def of(cls, basis: Tensor, tables: Tables, offsets: Tensor, dtype: torch.dtype) -> QueryTables:
-        """Tables for queries of a dtype, float32 or float16; `offsets` float32 are empty if there is no offset."""
-        levels = tables.levels.float()
+    def of(
+        cls, basis: Tensor, tables: Tables, offsets: Tensor, dtype: torch.dtype, subsets: bool = False
+    ) -> QueryTables:
+        """Tables for queries of a dtype, float32 or float16; `offsets` float32 are empty if there is no offset.
+
+        The queries are for products with fields or, if `subsets`, with subsets of levels, those of bands 2 i and
+        2 i + 1 in bits 2 i and 2 i + 1.
+        """
+        levels = tables.levels
         factor, middle, unit = levels.sign(), levels / 2, levels.new_ones(len(levels), 1)
         if dtype == torch.float16:
             columns = _power_of_two(basis.abs().amax(1))
             basis = (basis / columns.unsqueeze(1)).half()
-            shift = torch.exp2(tables.bit.float())
+            bands = torch.arange(BANDS, device=levels.device).repeat_interleave(levels.shape[1] // BANDS)
+            shift = torch.exp2((bands // 2 * 2 if subsets else tables.bit).float())
             factor, middle = factor * columns / shift, middle * shift
             if offsets.numel():
                 unit = _power_of_two(offsets.abs().amax((1, 2))).unsqueeze(1)
@@ -253,8 +322,9 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     space: Space = "tile"
 
-    def __init__(self, spec: ModelSpec, fields: Sequence[Fields]) -> None:
-        super().__init__(spec, fields)
+    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
+        super().__init__(spec, fields, code)
+        self.widening = 1.08 if code.trellis else 1.0  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
         self._query_tables: dict[torch.dtype, CachedFromBuffers[QueryTables]] = {}
 
     def codebook_bytes(self) -> int:
@@ -271,7 +341,7 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
                 turns = rotations.offsets(ROPE_TILE)
                 blocks = Rotation(turns.cos[:, :, ::OFFSET_BLOCK], turns.sin[:, :, ::OFFSET_BLOCK])
                 offsets = blocks.at_each_position(offset)[0].mT.float()
-            return QueryTables.of(self.basis, self.tables, offsets, dtype)
+            return QueryTables.of(self.basis, self.tables, offsets, dtype, self.code.trellis)
 
         cached = self._query_tables.setdefault(dtype, CachedFromBuffers())
         return cached.get(make, self.basis, *([] if offset is None else [offset]))
@@ -290,11 +360,12 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
 
 @cache
 def _field(byte: int, bit: int, bits: int) -> tuple[int, ...]:
-    """Byte, bit and levels of a band, and for kernels that have its byte in one of four registers, 0 to 3: selectors of
-    `prmt` for one register of each half, then for bytes 0 and 2 of one of the two; and the mask of two of its codes.
+    """Byte, bit and mask of a band's field, and for kernels that have its byte in one of four registers, 0 to 3:
+    selectors of `prmt` for one register of each half, then for bytes 0 and 2 of one of the two; and the mask of two of
+    its fields.
     """
-    levels = 2**bits - 1
-    return byte, bit, levels, 0x3210 + byte % 2 * 0x4444, 0x2200 + byte // 2 * 0x4444, (levels << bit) * 0x10001
+    mask = 2**bits - 1
+    return byte, bit, mask, 0x3210 + byte % 2 * 0x4444, 0x2200 + byte // 2 * 0x4444, (mask << bit) * 0x10001
 
 
 def _power_of_two(x: Tensor) -> Tensor:

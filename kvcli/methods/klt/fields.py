@@ -1,7 +1,9 @@
 """How many bits each band of a head's channels gets, and where they lie in the bytes of a token.
 
-A head has 8 bands of head_dim / 8 channels. A field is the codes of a band, `bits` wide; fields share bytes, but none
-crosses the border of one, so that a single mask takes the codes of a band out of as many bytes as it has channels.
+A head has 8 bands of head_dim / 8 channels; a channel has as many bytes as its head has bits per value. A field is the
+codes of a band, `bits` wide; fields share bytes, but none crosses the border of one, so that a single mask takes the
+codes of a band out of as many bytes as it has channels. With a trellis, a bit of each band is not in its field: these
+are the first bits of the first byte.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -18,13 +20,6 @@ from torch import Tensor
 BANDS = 8
 MOST_BYTES = 4
 """Bytes per channel of a band, at most: 4 bits per value."""
-
-DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000873)
-"""Squared error of a normal variable of variance 1, coded with 0 to 8 bits by the best uniform quantizer (J. Max,
-"Quantizing for minimum distortion", 1960, table II)."""
-
-STEPS = (0.0, 1.5956, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
-"""Its step."""
 
 GAINS_PER_OCTAVE = 16
 UNIT_GAIN = 128
@@ -34,73 +29,109 @@ Fields = tuple[int, ...]
 """Bits of each band, most first; bands beyond have no code."""
 
 
-@cache
-def all_fields(num_bytes: int) -> tuple[Fields, ...]:
-    """Every way to fill `num_bytes` bytes with at most BANDS fields of 1 to 8 bits."""
-    bytes_ = [*_partitions(8, 8)]
-    joined = (sum(parts, ()) for parts in combinations_with_replacement(bytes_, num_bytes))
-    return tuple(sorted({tuple(sorted(fields, reverse=True)) for fields in joined if len(fields) <= BANDS}))
+@dataclass(frozen=True)
+class Code:
+    """How channels are coded, and what that costs.
+
+    Attributes:
+        trellis: whether a bit of each channel is that of a trellis, else each channel is coded alone.
+        distortion: squared error of normal variables of variance 1, coded with 0 to 8 bits.
+        steps: the steps between levels that have it.
+    """
+
+    trellis: bool
+    distortion: tuple[float, ...]
+    steps: tuple[float, ...]
+
+    @cache  # noqa: B019
+    def all_fields(self, num_bytes: int) -> tuple[Fields, ...]:
+        """Every way to fill `num_bytes` bytes with at most BANDS bands of 1 to 8 bits."""
+        return tuple(sorted(x for x in _partitions(8 * num_bytes, 8, BANDS) if self._fill(x) is not None))
+
+    @cache  # noqa: B019
+    def places(self, fields: Fields) -> tuple[tuple[int, int], ...]:
+        """Byte and first bit of each band's field, such that none crosses a byte; (0, 0) for one of no bits.
+
+        Raises:
+            ValueError: bits that do not fill whole bytes.
+        """
+        descending = all(a >= b >= 1 for a, b in zip(fields, [*fields, 1][1:], strict=True))
+        whole = 0 < len(fields) <= BANDS and descending and fields[0] <= 8 and sum(fields) % 8 == 0
+        found = self._fill(fields) if whole else None
+        if found is None:
+            what = f"fields of {fields} bits do not fill whole bytes"
+            raise ValueError(f"{what}, at most {BANDS} of them, most bits first" + ", in a trellis" * self.trellis)
+        return found
+
+    def _fill(self, fields: Fields) -> tuple[tuple[int, int], ...] | None:
+        """`places`, or None if there are none."""
+
+        def fill(left: tuple[int, ...], spaces: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+            if not left:
+                return ()
+            bits = left[0] - self.trellis
+            if not bits:
+                return ((0, 0),) * len(left)
+            for byte, space in enumerate(spaces):
+                if space >= bits and space not in spaces[:byte]:
+                    rest = fill(left[1:], (*spaces[:byte], space - bits, *spaces[byte + 1 :]))
+                    if rest is not None:
+                        return ((byte, 8 - space), *rest)
+            return None
+
+        first = 8 - len(fields) * self.trellis
+        return fill(fields, (first, *[8] * (sum(fields) // 8 - 1)))
+
+    def best_fields(self, costs: Tensor, num_bytes: int) -> tuple[float, Fields]:
+        """The fields of so many bytes with the least error, and that error.
+
+        Args:
+            costs: float64 [BANDS], what each band's error costs if it is not coded, largest first.
+        """
+        errors = self._distortions(num_bytes) @ costs
+        best = int(errors.argmin())
+        return float(errors[best]), self.all_fields(num_bytes)[best]
+
+    @cache  # noqa: B019
+    def _distortions(self, num_bytes: int) -> Tensor:
+        """Distortion of each band with each of `all_fields`, float64 [ways, BANDS]."""
+        ways = [(*fields, *[0] * (BANDS - len(fields))) for fields in self.all_fields(num_bytes)]
+        with torch.inference_mode(False):
+            table = [[self.distortion[n] for n in way] for way in ways]
+            return torch.tensor(table, dtype=torch.float64, device="cpu")
 
 
-def _partitions(total: int, largest: int) -> list[Fields]:
-    """The ways to write `total` as a sum of numbers up to `largest`, in descending order."""
+SCALAR = Code(
+    trellis=False,
+    distortion=(1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000873),
+    steps=(0.0, 1.5956, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308),
+)
+"""The best uniform quantizers (J. Max, "Quantizing for minimum distortion", 1960, table II)."""
+
+TRELLIS = Code(
+    trellis=True,
+    distortion=(1.0, 0.2988, 0.09187, 0.02904, 0.00912, 0.002796, 0.000836, 0.000252, 0.000075),
+    steps=(0.0, 0.790, 0.498, 0.2972, 0.1713, 0.0969, 0.0538, 0.0299, 0.0164),
+)
+"""`trellis.search` of 128 channels, measured by `python -m research trellis`."""
+
+
+def _partitions(total: int, largest: int, parts: int) -> list[Fields]:
+    """The ways to write `total` as a sum of at most so many numbers up to `largest`, in descending order."""
     if not total:
         return [()]
-    return [(n, *rest) for n in range(min(total, largest), 0, -1) for rest in _partitions(total - n, n)]
+    first = range(min(total, largest), 0, -1) if parts else ()
+    return [(n, *rest) for n in first for rest in _partitions(total - n, n, parts - 1)]
 
 
-@cache
-def places(fields: Fields) -> tuple[tuple[int, int], ...]:
-    """Byte and first bit of each field, such that none crosses a byte.
-
-    Raises:
-        ValueError: fields that do not fill whole bytes.
-    """
-
-    def fill(left: tuple[int, ...], spaces: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-        if not left:
-            return ()
-        for byte, space in enumerate(spaces):
-            if space >= left[0] and space not in spaces[:byte]:
-                rest = fill(left[1:], (*spaces[:byte], space - left[0], *spaces[byte + 1 :]))
-                if rest is not None:
-                    return ((byte, 8 - space), *rest)
-        return None
-
-    descending = all(a >= b >= 1 for a, b in zip(fields, [*fields, 1][1:], strict=True))
-    found = fill(fields, (8,) * (sum(fields) // 8)) if fields and descending and sum(fields) % 8 == 0 else None
-    if found is None or not 0 < len(fields) <= BANDS:
-        raise ValueError(f"fields of {fields} bits do not fill whole bytes, at most {BANDS} of them, most bits first")
-    return found
-
-
-def best_fields(costs: Tensor, num_bytes: int) -> tuple[float, Fields]:
-    """The fields of so many bytes with the least error, and that error.
-
-    Args:
-        costs: float64 [BANDS], what each band's error costs if it is not coded, largest first.
-    """
-    errors = _distortions(num_bytes) @ costs
-    best = int(errors.argmin())
-    return float(errors[best]), all_fields(num_bytes)[best]
-
-
-@cache
-def _distortions(num_bytes: int) -> Tensor:
-    """DISTORTION of each band with each of `all_fields`, float64 [ways, BANDS]."""
-    rows = [[DISTORTION[n] for n in (*fields, *[0] * (BANDS - len(fields)))] for fields in all_fields(num_bytes)]
-    with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def share(costs: Sequence[Tensor], bits: float, heads: int = 1, groups: int = 1) -> list[Fields]:
+def share(code: Code, costs: Sequence[Tensor], bits: float, heads: int = 1, groups: int = 1) -> list[Fields]:
     """The fields of each head, of `bits` per value on average, with the least sum of all errors.
 
     Bytes go one by one to the head whose error falls most by the next one; with several groups in a layer, of `heads`
     consecutive heads each, to such a head of each of them at once, so that they have equally many. What is left then,
-    less than a byte per group, is not used. `costs` are as in `best_fields`.
+    less than a byte per group, is not used. `costs` are as in `Code.best_fields`.
     """
-    tables = [[best_fields(x, n) for n in range(1, MOST_BYTES + 1)] for x in costs]
+    tables = [[code.best_fields(x, n) for n in range(1, MOST_BYTES + 1)] for x in costs]
     counts = [1] * len(tables)
 
     def gain(head: int) -> float:

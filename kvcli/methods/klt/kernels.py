@@ -11,13 +11,18 @@ from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.words import INTERPRETED, as_decoded
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
+from kvcli.methods.klt.trellis import LEAD
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
 _WIDE_TILE = {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1}
 _TILES = Tiles(hopper={"BLOCK_T": 64, "num_warps": 4, "num_stages": 1}, smaller=_WIDE_TILE)
 
+_SEARCH_PROGRAMS = 1056
+"""Of which each has memory for the search of a block of tokens."""
+
 _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
+_LEAD = tl.constexpr(LEAD)
 COLUMNS = tl.constexpr(6)
 FIELDS = tl.constexpr((BANDS + 1) * 6)
 """Numbers of a head in `Tables.fields`."""
@@ -92,8 +97,110 @@ def head_planes(p_word, lane, num_bytes, PLANES: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
+def words_before(p_word, lane, COUNT: tl.constexpr, W: tl.constexpr):
+    """First bytes of COUNT neighbouring channels four before, and if COUNT is 2, of those two before, in words as
+    `lane_words` gives them; those before the first channel are the last ones. W is at least 4.
+    """
+    before = (_load_before(p_word, lane, 4, COUNT, W),)
+    if COUNT == 2:
+        before = before + (_load_before(p_word, lane, 2, COUNT, W),)
+    return before
+
+
+@triton.jit
+def _load_before(p_word, lane, DISTANCE: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    ALIGNED: tl.constexpr = 4 if COUNT == 4 and W % 4 == 0 else 2
+    p_word = in_thread_order(p_word, tl.where(lane < DISTANCE, W - DISTANCE, -DISTANCE), ALIGNED)
+    if COUNT == 4 and W % 4 > 0:
+        p_half = p_word.to(tl.pointer_type(tl.int16))
+        words = tl.load(p_half, mask=lane < W, other=0).to(tl.int32) & 0xFFFF
+        words |= tl.load(p_half + 1, mask=lane < W, other=0).to(tl.int32) << 16
+    else:
+        dtype: tl.constexpr = tl.int32 if COUNT == 4 else tl.int16
+        p_word = p_word.to(tl.pointer_type(dtype))
+        words = tl.load(p_word, mask=lane < W, other=0) if W % 16 > 0 else tl.load(p_word)
+    return words
+
+
+@triton.jit
+def head_subsets(words, before, lane, bands, COUNT: tl.constexpr):
+    """Subsets of levels of COUNT neighbouring channels: two words, of bands 2 i and 2 i + 1 at bits 2 i and 2 i + 1.
+
+    Args:
+        words: the head's first bytes, as `lane_words` gives them; before: as `words_before` does.
+        bands: how many are coded.
+    """
+    mask = (1 << bands) - 1
+    mask |= mask << 8
+    if COUNT == 4:
+        mask |= mask << 16
+    turned = mask & -0x01010102  # where bits of the band before are
+    if INTERPRETED:
+        bits = words.to(tl.int32) & mask
+        four = _turned(before[0].to(tl.int32) & mask, turned, lane < 4, bands)
+        if COUNT == 4:
+            two = (bits << 16) | ((four >> 16) & 0xFFFF)
+            one = (bits << 8) | ((four >> 24) & 0xFF)
+        else:
+            two = _turned(before[1].to(tl.int32) & mask, turned, lane < 2, bands)
+            one = (bits << 8) | ((two >> 8) & 0xFF)
+        high = bits ^ one ^ four
+        even = (two & 0x55555555) | ((high & 0x55555555) << 1)
+        odd = ((two >> 1) & 0x55555555) | (((high >> 1) & 0x55555555) << 1)
+        even, odd = even.to(words.dtype), odd.to(words.dtype)
+    elif COUNT == 4:
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 b, f, t, o, x, y; and.b32 b, $2, $4; and.b32 f, $3, $4;"
+            " shl.b32 x, f, 1; and.b32 x, x, $5; shr.u32 y, f, $7; lop3.b32 x, y, 0x01010101, x, 0xEA;"
+            " lop3.b32 f, x, f, $6, 0xE4; prmt.b32 t, b, f, 0x1076; prmt.b32 o, b, f, 0x2107;"
+            " lop3.b32 o, b, o, f, 0x96; shl.b32 x, o, 1; lop3.b32 $0, t, x, 0x55555555, 0xE4;"
+            " shr.u32 y, t, 1; lop3.b32 $1, y, o, 0x55555555, 0xE4; }",
+            "=r,=r,r,r,r,r,r,r",
+            [words, before[0], mask, turned, tl.where(lane < 4, -1, 0), bands - 1],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:  # two words in a register
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 b, f, t, o, x, y; and.b32 b, $2, $5; and.b32 f, $3, $5; and.b32 t, $4, $5;"
+            " shl.b32 x, f, 1; and.b32 x, x, $6; shr.u32 y, f, $9; lop3.b32 x, y, 0x01010101, x, 0xEA;"
+            " lop3.b32 f, x, f, $7, 0xE4;"
+            " shl.b32 x, t, 1; and.b32 x, x, $6; shr.u32 y, t, $9; lop3.b32 x, y, 0x01010101, x, 0xEA;"
+            " lop3.b32 t, x, t, $8, 0xE4; prmt.b32 o, b, t, 0x2705;"
+            " lop3.b32 o, b, o, f, 0x96; shl.b32 x, o, 1; lop3.b32 $0, t, x, 0x55555555, 0xE4;"
+            " shr.u32 y, t, 1; lop3.b32 $1, y, o, 0x55555555, 0xE4; }",
+            "=r,=r,r,r,r,r,r,r,r,r,r",
+            [
+                words, before[0], before[1], mask.to(tl.int16), turned.to(tl.int16),
+                tl.where(lane < 4, -1, 0).to(tl.int16), tl.where(lane < 2, -1, 0).to(tl.int16), bands - 1,
+            ],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def _turned(bits, turned, wraps, bands):
+    """Bits of the trellis in words, int32; of the band before where `wraps`."""
+    return tl.where(wraps, ((bits << 1) & turned) | ((bits >> (bands - 1)) & 0x01010101), bits)
+
+
+@triton.jit
+def subset_band(f: tl.constexpr, FP32_DOT: tl.constexpr):
+    """What `band_columns` and `band_rows` need for the subsets of band f, in `head_subsets`' words as planes."""
+    if FP32_DOT or INTERPRETED:
+        band = (f % 2, f // 2 * 2, 3)
+    else:
+        band = (0x3210 + f % 2 * 0x4444, 0x2200, 3 << (f // 2 * 2) | 3 << (f // 2 * 2 + 16))
+    return band
+
+
+@triton.jit
 def _byte_of(x, band, i: tl.constexpr, FP32: tl.constexpr):
-    """Byte i of the words of the band's plane among x: its code in float32, or masked and read as float16."""
+    """Byte i of the words of the band's plane among x: its field in float32, or masked and read as float16."""
     plane, bit, levels = band
     words = tl.where(plane == 0, x[0], x[1])
     if len(x) > 2:
@@ -210,31 +317,91 @@ def _band(b_x, inverse, f, o_d, o_w, m_w, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _rounded(x, most):
-    """x rounded, halves to even, and clamped to 0 and `most`: int32."""
-    x = tl.minimum(tl.maximum(x, 0.0), most)
-    low = x.to(tl.int32)
-    part = x - low.to(tl.float32)
-    return low + ((part > 0.5) | ((part == 0.5) & (low % 2 == 1))).to(tl.int32)
+    """x rounded, halves to even, and clamped to 0 and `most`, below 2^22; float32."""
+    return (tl.minimum(tl.maximum(x, 0.0), most) + 12582912.0) - 12582912.0  # 1.5 * 2^23
 
 
-@triton.jit(do_not_specialize=["length", "total"], do_not_specialize_on_alignment=["packed", "gain"])
-def _encode_kernel(
-    x, inverse, mean, weights, fields, packed, gain,
+@triton.jit
+def _channel(costs, y, most):
+    """Least costs of the trellis's 16 states after a channel, and int32, bit n: whether n comes from a state above 7.
+
+    costs: a tuple of float32 [BLOCK_T]; y and `most` as in `trellis.search`.
+    """
+    errors = ()
+    for subset in tl.static_range(4):
+        error = y - (4.0 * _rounded((y - subset) * 0.25, most) + subset)
+        errors = errors + (error * error,)
+    new, ways = (), tl.zeros(y.shape, tl.int32)
+    for n in tl.static_range(16):
+        low = costs[n // 2] + errors[2 * ((n ^ (n // 2)) % 2) + n // 4 % 2]
+        high = costs[n // 2 + 8] + errors[2 * ((n ^ (n // 2) ^ 1) % 2) + n // 4 % 2]
+        ways |= tl.where(high < low, 1 << n, 0)
+        new = new + (tl.minimum(low, high),)
+    return new, ways
+
+
+@triton.jit
+def _most(fields, t, W: tl.constexpr):
+    return tl.load(fields + t // W * COLUMNS + 2).to(tl.float32)
+
+
+@triton.jit
+def _search(p_y, p_way, fields, count, W: tl.constexpr, BLOCK_T: tl.constexpr):
+    """`trellis.search` of BLOCK_T vectors: channel t is at p_y + t BLOCK_T, and its codes are written at p_way.
+
+    A code is the level within the subset, and above its 8 bits that of the trellis. p_way point to int16.
+    """
+    costs = ()
+    for _ in tl.static_range(16):
+        costs = costs + (tl.zeros([BLOCK_T], tl.float32),)
+    for i in range(_LEAD):
+        t = ((count - 1) * _LEAD + i) % count
+        costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+    for i in range(_LEAD):
+        t = (count + i) % count
+        costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+        tl.store(p_way + i * BLOCK_T, ways.to(tl.int16))
+    state, least = tl.zeros([BLOCK_T], tl.int32), tl.full([BLOCK_T], float("inf"), tl.float32)
+    for n in tl.static_range(16):
+        state = tl.where(costs[n] < least, n, state)
+        least = tl.minimum(least, costs[n])
+    for i in range(_LEAD):
+        ways = tl.load(p_way + (_LEAD - 1 - i) * BLOCK_T).to(tl.int32)
+        state = (state >> 1) | ((ways >> state) & 1) << 3
+    if W < 4:  # of fewer than four channels, a state has the same bit twice
+        once, state = state, tl.zeros([BLOCK_T], tl.int32)
+        for bit in tl.static_range(4):
+            state |= ((once >> (bit % count)) & 1) << bit
+    costs = ()
+    for n in tl.static_range(16):
+        costs = costs + (tl.where(state == n, 0.0, 1e30),)
+    for t in range(count):
+        costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+        tl.store(p_way + t * BLOCK_T, ways.to(tl.int16))
+    for i in range(count):
+        t = count - 1 - i
+        ways = tl.load(p_way + t * BLOCK_T).to(tl.int32)
+        before = (state >> 1) | ((ways >> state) & 1) << 3
+        subset = 2 * ((state ^ before ^ (before >> 3)) & 1) + ((before >> 1) & 1)
+        y = (tl.load(p_y + t * BLOCK_T) - subset.to(tl.float32)) * 0.25
+        code = _rounded(y, _most(fields, t, W)).to(tl.int32) | ((state & 1) << 8)
+        tl.store(p_way + t * BLOCK_T, code.to(tl.int16))
+        state = before
+
+
+@triton.jit
+def _encode_block(
+    block, i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes,
     x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and gains of BLOCK_T of `total` = batch * length tokens of a head; grid (ceil(total / BLOCK_T), heads).
-
-    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
-    [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
-    length, 1], strides p_* and g_*, are written.
-    """
-    i_h = tl.program_id(1).to(tl.int64)
-    m_n, i_b, i_t = _tokens(length, total, BLOCK_T)
-    o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    """Codes and gains of BLOCK_T tokens of head i_h; `inverse`, `fields`, `scratch` and `codes` are its own."""
+    o_d, o_w, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
     m_d, m_w = o_d < D, o_w < W
-    inverse += i_h * (D * D)
-    fields += i_h * FIELDS
+    coded = tl.load(fields + _BANDS * COLUMNS + 2)
+    n = (block * BLOCK_T + o_t).to(tl.int64)
+    m_n, i_b, i_t = n < total, n // length, n % length
     p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x = b_x - tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
@@ -243,26 +410,86 @@ def _encode_kernel(
         b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W)
         b_weight = tl.load(weights + i_h * D + f * W + o_w, mask=m_w, other=0.0)
         b_square += tl.sum(b_y * b_y * b_weight[None, :], axis=1)
-    b_log = _UNIT + _PER_OCTAVE * 0.5 * tl.log2(tl.maximum(b_square, 1e-37))
-    b_stored = _rounded(b_log, 255.0).to(tl.float32)
+    b_stored = _rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * _PER_OCTAVE) + _UNIT, 255.0)
     b_gain = tl.where(b_stored > 0, tl.exp2((b_stored - _UNIT) / _PER_OCTAVE), 1e-30)
     tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
-    b_bytes = ()
+    if TRELLIS:
+        for f in tl.static_range(_BANDS):
+            last = 4 * tl.load(fields + COLUMNS * f + 2) + 3
+            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + last.to(tl.float32) * 0.5
+            p_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
+            tl.store(p_y, b_y, mask=m_w[None, :] & (f < coded))
+        tl.debug_barrier()
+        _search(scratch + o_t, codes + o_t, fields, coded * W, W, BLOCK_T)
+        tl.debug_barrier()
+    b_bytes, b_bits = (), tl.zeros([BLOCK_T, BLOCK_W], tl.int32)
     for i in tl.static_range(_MOST_BYTES):
         b_bytes = b_bytes + (tl.zeros([BLOCK_T, BLOCK_W], tl.int32),)
     for f in tl.static_range(_BANDS):
-        levels = tl.load(fields + COLUMNS * f + 2)
-        b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + levels.to(tl.float32) * 0.5
-        b_c = _rounded(b_y, levels.to(tl.float32)) << tl.load(fields + COLUMNS * f + 1)
+        if TRELLIS:
+            p_code = codes + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
+            b_code = tl.load(p_code, mask=m_w[None, :] & (f < coded), other=0).to(tl.int32)
+            b_bits |= (b_code >> 8) << f
+            b_code &= 255
+        else:
+            levels = tl.load(fields + COLUMNS * f + 2).to(tl.float32)
+            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + levels * 0.5
+            b_code = _rounded(b_y, levels).to(tl.int32)
+        b_code = b_code << tl.load(fields + COLUMNS * f + 1)
         place = tl.load(fields + COLUMNS * f)
         b_new = ()
         for i in tl.static_range(_MOST_BYTES):
-            b_new = b_new + (tl.where(place == i, b_bytes[i] | b_c, b_bytes[i]),)
+            b_new = b_new + (tl.where(place == i, b_bytes[i] | b_code, b_bytes[i]),)
         b_bytes = b_new
     p_head, num_bytes = head_bytes(packed + i_b * p_batch + i_t * p_time, fields, W)
     p_byte = p_head[:, None] + o_w[None, :]
     for i in tl.static_range(_MOST_BYTES):
-        tl.store(p_byte + i * W, b_bytes[i].to(tl.uint8), mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
+        b_byte = (b_bytes[i] | b_bits if i == 0 else b_bytes[i]).to(tl.uint8)
+        tl.store(p_byte + i * W, b_byte, mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
+
+
+@triton.jit(do_not_specialize=["length", "total", "blocks"], do_not_specialize_on_alignment=["packed", "gain"])
+def _encode_kernel(
+    x, inverse, mean, weights, fields, packed, gain, scratch, codes,
+    x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, blocks,
+    D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    TRELLIS: tl.constexpr,
+):  # fmt: skip
+    """Codes and gains of `total` = batch * length tokens of a head, in `blocks` of BLOCK_T; grid (programs, heads).
+
+    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
+    [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
+    length, 1], strides p_* and g_*, are written. If TRELLIS, scratch float32 and codes int16 [heads, programs,
+    max(D, LEAD), BLOCK_T] are, too.
+    """
+    i_h = tl.program_id(1).to(tl.int64)
+    inverse += i_h * (D * D)
+    fields += i_h * FIELDS
+    if TRELLIS:
+        SLOTS: tl.constexpr = D if D > _LEAD else _LEAD
+        scratch += (i_h * tl.num_programs(0) + tl.program_id(0)) * (SLOTS * BLOCK_T)
+        codes += (i_h * tl.num_programs(0) + tl.program_id(0)) * (SLOTS * BLOCK_T)
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            _encode_block(
+                block, i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes, x_batch, x_head, x_time,
+                p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, True,
+            )  # fmt: skip
+            tl.debug_barrier()
+    else:
+        _encode_block(
+            tl.program_id(0), i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes, x_batch, x_head,
+            x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _bits_before(p_token, m_n, o_w, DISTANCE: tl.constexpr, bands, W: tl.constexpr):
+    """Bits of the trellis of channels so many before o_w, int32 [tokens, BLOCK_W], from a head's first byte on."""
+    wraps = tl.where(o_w < DISTANCE, (DISTANCE - o_w + W - 1) // W, 0)
+    p_byte = p_token[:, None] + (o_w - DISTANCE + wraps * W)[None, :]
+    bits = tl.load(p_byte, mask=m_n[:, None] & (o_w < W)[None, :], other=0).to(tl.int32) & ((1 << bands) - 1)
+    turn = wraps[None, :] % bands
+    return ((bits << turn) | (bits >> (bands - turn))) & ((1 << bands) - 1)
 
 
 @triton.jit(do_not_specialize=["length", "total"], do_not_specialize_on_alignment=["packed", "gain"])
@@ -270,9 +497,9 @@ def _decode_kernel(
     packed, gain, basis, mean, fields, out,
     p_batch, p_time, g_batch, g_head, g_time, heads, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    FP32_DOT: tl.constexpr,
+    FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """out = mean + gain B (c - (2^b - 1) / 2), [batch, heads, length, D] float, written; the rest as `_encode_kernel`.
+    """out = mean + gain B (c - l / 2), [batch, heads, length, D] float, written; the rest as in `_encode_kernel`.
 
     basis float32 [heads, D, D], B. FP32_DOT: products in the precision of float32, else of tf32.
     """
@@ -282,14 +509,23 @@ def _decode_kernel(
     m_d, m_w = o_d < D, o_w < W
     fields += i_h * FIELDS
     p_head, _ = head_bytes(packed + i_b * p_batch + i_t * p_time, fields, W)
+    bands = tl.load(fields + _BANDS * COLUMNS + 2)
+    if TRELLIS:
+        b_0 = _bits_before(p_head, m_n, o_w, 2, bands, W)
+        b_1 = _bits_before(p_head, m_n, o_w, 0, bands, W) ^ _bits_before(p_head, m_n, o_w, 1, bands, W)
+        b_1 ^= _bits_before(p_head, m_n, o_w, 4, bands, W)
     b_x = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for f in tl.static_range(_BANDS):
         p_byte = p_head[:, None] + tl.load(fields + COLUMNS * f) * W + o_w[None, :]
         b_c = tl.load(p_byte, mask=m_n[:, None] & m_w[None, :], other=0).to(tl.int32) >> tl.load(
             fields + COLUMNS * f + 1
         )
-        b_c = (b_c & tl.load(fields + COLUMNS * f + 2)).to(tl.float32)
-        b_c = b_c - tl.load(fields + COLUMNS * f + 2).to(tl.float32) * 0.5
+        last = tl.load(fields + COLUMNS * f + 2)
+        b_c &= last
+        if TRELLIS:
+            b_c = 4 * b_c + 2 * ((b_1 >> f) & 1) + ((b_0 >> f) & 1)
+            last = 4 * last + 3
+        b_c = tl.where(f < bands, b_c.to(tl.float32) - last.to(tl.float32) * 0.5, 0.0)
         p_basis = basis + i_h * (D * D) + o_d[None, :] * D + (f * W + o_w)[:, None]
         b_b = tl.load(p_basis, mask=m_w[:, None] & m_d[None, :], other=0.0)
         if FP32_DOT:
@@ -308,23 +544,31 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
 
 
 def encode_tokens(
-    x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor
-) -> None:
+    x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
+    trellis: bool,
+) -> None:  # fmt: skip
     """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel."""
     x = row_major(x)
     batch, heads, length, head_dim = x.shape
     width = head_dim // BANDS
     if x.numel():
         tile = _tile(head_dim, x.device)
-        _encode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
-            x, inverse, mean, weights, fields, packed, gain, *x.stride()[:3],
-            packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, D=head_dim, W=width,
-            BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)), **tile,
+        programs = blocks = cdiv(batch * length, tile["BLOCK_T"])
+        scratch = x, x  # not used
+        if trellis:
+            programs = min(blocks, cdiv(_SEARCH_PROGRAMS, heads))
+            shape = (heads, programs, max(head_dim, LEAD), tile["BLOCK_T"])
+            scratch = torch.empty(shape, device=x.device), torch.empty(shape, dtype=torch.int16, device=x.device)
+        _encode_kernel[(programs, heads)](
+            x, inverse, mean, weights, fields, packed, gain, *scratch, *x.stride()[:3],
+            packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, blocks, D=head_dim,
+            W=width, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)), TRELLIS=trellis,
+            **tile,
         )  # fmt: skip
 
 
 def decode_tokens(
-    packed: Tensor, gain: Tensor, basis: Tensor, mean: Tensor, fields: Tensor, dtype: torch.dtype
+    packed: Tensor, gain: Tensor, basis: Tensor, mean: Tensor, fields: Tensor, dtype: torch.dtype, trellis: bool
 ) -> Tensor:
     """As `decode` of KLT's codecs, with tf32 products unless the result is float32."""
     batch, heads, length, _ = gain.shape
@@ -335,7 +579,7 @@ def decode_tokens(
         tile = _tile(head_dim, packed.device)
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
-            heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32,
+            heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32, TRELLIS=trellis,
             BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)), **tile,
         )  # fmt: skip
     return out

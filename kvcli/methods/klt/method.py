@@ -13,7 +13,7 @@ to 8 bits (`fields.py`). A token's codes depend on nothing but the token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcli.errors import ConfigError
 from kvcli.methods.config import KLTConfig
 from kvcli.methods.klt.codec import KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, MOST_BYTES, Fields, share
+from kvcli.methods.klt.fields import BANDS, MOST_BYTES, SCALAR, TRELLIS, Code, Fields, share
 from kvcli.methods.klt.transform import Transform, in_tiles, tile_rotation, transform
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
@@ -42,7 +42,9 @@ _ERROR_TOKENS = 8192
 KLTLayer = LayerCodec[KLTKey, KLTValue]
 
 
-def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] | None) -> KLTConfig:
+def allocate(
+    spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] | None, code: Code = SCALAR
+) -> KLTConfig:
     """The settings with the fields of each layer's heads, keys and values with `bits` per value on average.
 
     Costs of a head are raised to a power below 1 of their level, because Fisher information overrates how much heads
@@ -52,7 +54,7 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         return config
     groups = spec.num_kv_heads // config.head_groups, config.head_groups
     if fisher is None:
-        shares = [_shares_without_fisher(spec.num_layers * spec.num_kv_heads, config.bits, *groups)] * 2
+        shares = [_shares_without_fisher(code, spec.num_layers * spec.num_kv_heads, config.bits, *groups)] * 2
     else:
         rotary_dim = spec.rope.rotary_dim
         angles = spec.rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -62,14 +64,14 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         # a bit of wider values is more in the average
         most = 0.0 if spec.value_dim != spec.head_dim else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
         moved = int(most * len(keys)) / len(keys)
-        shares = [share(keys, config.bits - moved, *groups), share(values, config.bits + moved, *groups)]
+        shares = [share(code, x, config.bits + more, *groups) for x, more in ((keys, -moved), (values, moved))]
     fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
 
 
 @cache
-def _shares_without_fisher(count: int, bits: float, heads: int, groups: int) -> list[Fields]:
-    return share([0.5 ** torch.arange(BANDS, dtype=torch.float64, device="cpu")] * count, bits, heads, groups)
+def _shares_without_fisher(code: Code, count: int, bits: float, heads: int, groups: int) -> list[Fields]:
+    return share(code, [0.5 ** torch.arange(BANDS, dtype=torch.float64, device="cpu")] * count, bits, heads, groups)
 
 
 def _weighted(transforms: Sequence[Transform], evenness: float) -> list[Tensor]:
@@ -145,35 +147,39 @@ def _moments(samples: TokenBlocks) -> tuple[Tensor, Tensor]:
     return mean, squares - mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
 
-def _build(spec: ModelSpec, config: KLTConfig, layer_idx: int) -> KLTLayer:
-    resolved = allocate(spec, config.resolve(spec), None)
-    fields = resolved.key_fields[layer_idx], resolved.value_fields[layer_idx]
-    return LayerCodec(KLTKey(spec, fields[0]), KLTValue(spec, fields[1]), torch.zeros(spec.num_kv_heads, spec.head_dim))
+def _method(name: str, summary: str, code: Code) -> Method:
+    def build(spec: ModelSpec, config: KLTConfig, layer_idx: int) -> KLTLayer:
+        resolved = allocate(spec, config.resolve(spec), None, code)
+        fields = resolved.key_fields[layer_idx], resolved.value_fields[layer_idx]
+        offset = torch.zeros(spec.num_kv_heads, spec.head_dim)
+        return LayerCodec(KLTKey(spec, fields[0], code), KLTValue(spec, fields[1], code), offset)
+
+    def nominal_bits(spec: ModelSpec, config: KLTConfig) -> tuple[float, float]:
+        resolved = allocate(spec, config, None, code)
+        both = resolved.key_fields, resolved.value_fields
+        key_bits, value_bits = (fmean(sum(fields) / BANDS for layer in x for fields in layer) for x in both)
+        return key_bits, value_bits
+
+    return Method(
+        name=name,
+        summary=summary,
+        bits="1 to 4, also fractions",
+        config_cls=KLTConfig,
+        build=build,
+        nominal_bits=nominal_bits,
+        fit=_fit,
+        allocate=partial(allocate, code=code),
+        fit_metrics={
+            "key_bits": "bits per value of key codes",
+            "value_bits": "bits per value of value codes",
+            "key_error": "held-out key error in terms of its cost",
+            "value_error": "held-out value error in terms of its cost",
+        },
+        attend_kernels="kvcli.methods.klt.attend_kernels",
+        example_settings={"residual_length": 6, "flush_block": 1},
+        bench=(f"{name}-2.25",),
+    )
 
 
-def _nominal_bits(spec: ModelSpec, config: KLTConfig) -> tuple[float, float]:
-    resolved = allocate(spec, config, None)
-    both = resolved.key_fields, resolved.value_fields
-    key_bits, value_bits = (fmean(sum(fields) / BANDS for layer in x for fields in layer) for x in both)
-    return key_bits, value_bits
-
-
-METHOD = Method(
-    name="klt",
-    summary="fitted transform per head, bits where errors cost most, a gain per token and head",
-    bits="1 to 4, also fractions",
-    config_cls=KLTConfig,
-    build=_build,
-    nominal_bits=_nominal_bits,
-    fit=_fit,
-    allocate=allocate,
-    fit_metrics={
-        "key_bits": "bits per value of key codes",
-        "value_bits": "bits per value of value codes",
-        "key_error": "held-out key error in terms of its cost",
-        "value_error": "held-out value error in terms of its cost",
-    },
-    attend_kernels="kvcli.methods.klt.attend_kernels",
-    example_settings={"residual_length": 6, "flush_block": 1},
-    bench=("klt-2.25",),
-)
+METHOD = _method("klt", "fitted transform per head, bits where errors cost most, a gain per token and head", SCALAR)
+METHOD_TCQ = _method("klt-tcq", "klt with trellis-coded quantization: less loss, more time to read codes", TRELLIS)

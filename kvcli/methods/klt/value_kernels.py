@@ -21,7 +21,18 @@ from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, spli
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt.codec import KLTValue
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import COLUMNS, FIELDS, band_rows, gains, head_bands, head_bytes, head_planes
+from kvcli.methods.klt.kernels import (
+    COLUMNS,
+    FIELDS,
+    band_rows,
+    gains,
+    head_bands,
+    head_bytes,
+    head_planes,
+    head_subsets,
+    subset_band,
+    words_before,
+)
 from kvcli.methods.layer_codec import EncodedTokens
 
 # tuned on one H100, torch 2.11, triton 3.6
@@ -29,7 +40,7 @@ _BLOCK_N = 32
 _BLOCK_C = 16
 _WARPS = 1
 _WARPS_FP32 = 4
-_MAX_REGISTERS = 128
+_MAX_REGISTERS = {False: 128, True: 168}  # without and with a trellis
 
 _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
@@ -51,9 +62,10 @@ def _in_any_order(x):
 def _load_tokens(
     p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m, start, count,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, N: tl.constexpr, GAINS: tl.constexpr,
-    PAGE: tl.constexpr, WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """Scores and stored gains [N / 16, M, 4, 4] and planes of N tokens from `start` on, of `count`.
+    """Scores and stored gains [N / 16, M, 4, 4], planes and, if TRELLIS, `words_before` of N tokens from `start` on, of
+    `count`.
 
     Pages are those of `tile_start`, for tokens counted from `begin` on. WHOLE: there are as many.
     """
@@ -73,13 +85,17 @@ def _load_tokens(
     o_q = tl.arange(0, BLOCK_W // 2)[None, None, :, None, None]
     p_head = tile_start(p_head, table, begin + start, t, begin + count, p_page, p_time, PAGE, N, N)
     p_word = in_thread_order(p_head, t * p_time + o_q * 2, 2)
-    return b_s, b_g, head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W)
+    before = words_before(p_word, o_q * 2, 2, W) if TRELLIS else ()
+    return b_s, b_g, head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W), before
 
 
 @triton.jit
-def _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES: tl.constexpr, FP32_DOT: tl.constexpr):
+def _add_tokens(
+    b_sums, b_ones, loaded, bands, coded, shift, PLANES: tl.constexpr, BLOCK_W: tl.constexpr, FP32_DOT: tl.constexpr,
+    TRELLIS: tl.constexpr,
+):  # fmt: skip
     """Adds tokens that `_load_tokens` loaded to `_sum_tokens`' sums."""
-    b_s, b_g, words = loaded
+    b_s, b_g, words, before = loaded
     b_p = tl.exp2(b_s + shift[None, :, None, None])
     b_pg = b_p * gains(b_g)
     dtype: tl.constexpr = tl.float32 if FP32_DOT else tl.float16
@@ -96,18 +112,27 @@ def _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES: tl.constexpr, FP32
     for f in tl.static_range(_BANDS):
         b_c = band_rows(planes, bands[f], FP32_DOT)
         new_sums = new_sums + (tl.dot(b_c, b_pg, b_sums[f], input_precision="ieee"),)
+    if TRELLIS:
+        lane = tl.arange(0, BLOCK_W // 2)[None, None, :, None, None] * 2
+        even, odd = head_subsets(words[0], before, lane, coded, 2)
+        subsets = tokens_as_columns(even), tokens_as_columns(odd)
+        for f in tl.static_range(_BANDS):
+            b_c = band_rows(subsets, subset_band(f, FP32_DOT), FP32_DOT)
+            new_sums = new_sums + (tl.dot(b_c, b_pg, b_sums[_BANDS + f], input_precision="ieee"),)
     return new_sums, new_ones
 
 
 @triton.jit
 def _sum_tokens(
-    p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_page, p_time, g_page, g_time, shift, m_m, count,
+    p_scores, p_head, num_bytes, p_gain, bands, coded, table, begin, p_page, p_time, g_page, g_time, shift, m_m, count,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, N: tl.constexpr, GAINS: tl.constexpr,
-    PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
+    PAGE: tl.constexpr, FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of `count` tokens of a head of at most PLANES bytes: of each band [BLOCK_W, M], and of weights [16, M]."""
+    """Sums of `count` tokens of a head of at most PLANES bytes: of each band's fields and then, if TRELLIS, of each
+    band's subsets [BLOCK_W, M], and of weights [16, M].
+    """
     b_sums = ()
-    for f in tl.static_range(_BANDS):
+    for f in tl.static_range(2 * _BANDS if TRELLIS else _BANDS):
         b_sums = b_sums + (tl.zeros([BLOCK_W, m_m.shape[0]], tl.float32),)
     b_ones = (tl.zeros([16, m_m.shape[0]], tl.float32), tl.zeros([16, m_m.shape[0]], tl.float32))
     in_whole_blocks = count // N * N
@@ -115,21 +140,21 @@ def _sum_tokens(
     stride = tl.where(in_whole_blocks > 0, 1, 0)
     following = _load_tokens(
         p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time * stride, g_page, g_time * stride, m_m, 0,
-        count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True,
+        count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True, TRELLIS,
     )  # fmt: skip
     for start in range(0, in_whole_blocks, N):
         loaded = following
         following = _load_tokens(
             p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m,
-            tl.minimum(start + N, in_whole_blocks - N), count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True,
+            tl.minimum(start + N, in_whole_blocks - N), count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True, TRELLIS,
         )  # fmt: skip
-        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
+        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, coded, shift, PLANES, BLOCK_W, FP32_DOT, TRELLIS)
     if in_whole_blocks < count:
         loaded = _load_tokens(
             p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m, in_whole_blocks,
-            count, PLANES, W, BLOCK_W, N, GAINS, PAGE, False,
+            count, PLANES, W, BLOCK_W, N, GAINS, PAGE, False, TRELLIS,
         )  # fmt: skip
-        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
+        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, coded, shift, PLANES, BLOCK_W, FP32_DOT, TRELLIS)
     return b_sums, b_ones
 
 
@@ -140,8 +165,9 @@ def _value_kernel(
     table, table_row,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GAINS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """out[m, d] = sum_n p_mn g_n (c_nd - (2^b_d - 1) / 2) / sum_n p_mn, p = exp2(scores - max), of a split of tokens.
+    """out[m, d] = sum_n p_mn g_n (c_nd - l_d / 2) / sum_n p_mn, p = exp2(scores - max), of a split of tokens.
 
     Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). Arguments are those of `_scores_kernel`; written:
     split_out float32 [batch, num_kv_heads, num_splits, rows, D] and split_lse, shaped as split_max, in units of
@@ -163,7 +189,7 @@ def _value_kernel(
         table += i_b * table_row
     i_row, token, begin = origin(i_b, first, PAGE)
     p_head, num_bytes = head_bytes(packed + i_row * p_batch + token * p_time, fields, W)
-    bands = head_bands(fields, FP32_DOT)
+    bands, coded = head_bands(fields, FP32_DOT), tl.load(fields + _BANDS * COLUMNS + 2)
     p_gain = gain + i_row * g_batch + i_h * g_head + token * g_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
 
@@ -174,23 +200,27 @@ def _value_kernel(
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
         b_sums, b_ones = _sum_tokens(
-            p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_batch, p_time, g_batch, g_time, shift, m_m,
-            count, 2, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT,
+            p_scores, p_head, num_bytes, p_gain, bands, coded, table, begin, p_batch, p_time, g_batch, g_time, shift,
+            m_m, count, 2, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT, TRELLIS,
         )  # fmt: skip
     else:
         b_sums, b_ones = _sum_tokens(
-            p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_batch, p_time, g_batch, g_time, shift, m_m,
-            count, _MOST_BYTES, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT,
+            p_scores, p_head, num_bytes, p_gain, bands, coded, table, begin, p_batch, p_time, g_batch, g_time, shift,
+            m_m, count, _MOST_BYTES, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT, TRELLIS,
         )  # fmt: skip
     total, gained = tl.max(b_ones[0], 0), tl.max(b_ones[1], 0)
     safe_total = tl.where(total > 0, total, 1.0)
     b_lse = tl.where(total > 0, tl.log2(safe_total) - shift, float("-inf"))
     tl.store(split_lse + row, b_lse * lse_unit, mask=m_m)
     for f in tl.static_range(_BANDS):
-        b_out = b_sums[f]
+        b_out, last = b_sums[f], tl.load(fields + f * COLUMNS + 2)
         if not FP32_DOT:
             b_out = b_out * (FIELD_SCALE * tl.exp2(-tl.load(fields + f * COLUMNS + 1).to(tl.float32)))
-        b_out = (b_out - tl.load(fields + f * COLUMNS + 2).to(tl.float32) * 0.5 * gained[None, :]) / safe_total[None, :]
+        if TRELLIS:
+            b_subset = b_sums[_BANDS + f] if FP32_DOT else b_sums[_BANDS + f] * (FIELD_SCALE * 2.0 ** (-(f // 2 * 2)))
+            b_out = tl.where(f < coded, 4.0 * b_out + b_subset, 0.0)
+            last = tl.where(f < coded, 4 * last + 3, 0)
+        b_out = (b_out - last.to(tl.float32) * 0.5 * gained[None, :]) / safe_total[None, :]
         tl.store(split_out + row[None, :] * D + (f * W + o_w)[:, None], b_out, mask=m_w[:, None] & m_m[None, :])
 
 
@@ -241,9 +271,9 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
         *encoded.table,
         W=value.width, D=head_dim, BLOCK_W=max(16, power_of_two(value.width)), BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
         GAINS=4 if aligned else 1, PAGE=encoded.page_size, SPLIT=scores.split, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=encoded.lengths is not None,
+        HAS_LENGTHS=encoded.lengths is not None, TRELLIS=value.code.trellis,
         num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
-        maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
+        maxnreg=None if fp32_dot else _MAX_REGISTERS[value.code.trellis], **pdl_launch_options(),
     )  # fmt: skip
     coded, lse = split_out.view(batch, kv_heads, -1, head_dim), split_lse.view(batch, kv_heads, -1)
     if scores.num_splits > 1:
