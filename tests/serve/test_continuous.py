@@ -75,7 +75,8 @@ def paused(served: Served) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["rtn-2", "kivi-2", "turboquant-3", "fp8", "fp16", "klt", "commvq", "blockgtq", "oscar", "kvquant"]
+    "name",
+    ["rtn-2", "kivi-2", "turboquant-3", "fp8", "fp16", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant"],
 )
 def test_an_answer_depends_on_its_prompt_alone(
     name: str, tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
 
-METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
+METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant")
 
 
 @pytest.fixture
