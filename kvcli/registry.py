@@ -114,7 +114,7 @@ def check_method_name(name: str, bits: str = "") -> None:
     if name in METHODS:
         return
     texts = (name, name.partition("-")[0])
-    close = [x for text in texts for x in difflib.get_close_matches(text, METHODS, n=1, cutoff=0.7)]
+    close = [x for text in texts for x in difflib.get_close_matches(text, METHODS, n=1, cutoff=0.65)]
     hint = f"did you mean '{close[0] + bits if bits else method_name(close[0], {})}'?" if close else ""
     raise UsageError(f"unknown method '{name}{bits}'; {hint or 'choose one of ' + ', '.join(METHODS)}")
 

@@ -54,6 +54,9 @@ MAX_SPILLED = {80: 384, 86: 384, 89: 384, 120: 416}
 float32 products are made without tensor cores and spill more, on all GPUs.
 """
 
+SPILL_MORE = {"klt-tcq-2": 864}
+"""A search of many states; tuned on 9.0, where it spills 248."""
+
 METHODS = (
     "rtn-4", "fp8", "kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "turboquant-2", "turboquant-3", "oscar",
     "kvquant", "klt-2", "klt-tcq-2", "commvq-1", "commvq-2",
@@ -279,7 +282,7 @@ def main() -> int:
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         usages = pool.imap(partial(compile_launch, capability, options.shared_only), range(len(launches)))
         for launch, ((shared, registers, spilled), problem) in zip(launches, usages, strict=True):
-            verdict = "spills" if spilled > most_spilled else problem
+            verdict = "spills" if spilled > max(most_spilled, SPILL_MORE.get(launch.method, 0)) else problem
             verdict = "too much shared memory" if shared > SHARED_MEMORY[capability] else verdict
             failed += bool(verdict)
             numbers = f"{shared:6d} {registers:9d} {spilled:7d}"

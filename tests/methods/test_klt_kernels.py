@@ -31,6 +31,8 @@ METHODS = pytest.mark.parametrize("method", ["klt-2", "klt-tcq-2"])
         (4, 80, 1, 17, torch.bfloat16),
         (2, 96, 3, 5, torch.float32),
         (1, 256, 1, 20, torch.float16),
+        (4, 16, 1, 20, torch.float32),
+        (2, 24, 1, 20, torch.float32),
     ],
 )
 def test_token_kernels(

@@ -46,6 +46,6 @@ FAST = (
 SLOWER = re.compile(
     r"test_import_patches_nothing|test_help_loads_nothing|test_misused_flags|before_torch|what_the_probe_finds"
     r"|test_a_command_imports_no_other|test_no_table_is_stale"
-    r"|test_methods_cache.py::TestRegistry.*\[(?!rtn|kivi|klt|commvq)"
+    r"|test_methods_cache.py::TestRegistry.*\[(?!rtn|kivi|klt(?!-tcq)|commvq)"
 )
 """Tests of these files that do not take part: they start processes, or run a model for each of the other methods."""

@@ -60,7 +60,9 @@ class Code:
         found = self._fill(fields) if whole else None
         if found is None:
             what = f"fields of {fields} bits do not fill whole bytes"
-            raise ValueError(f"{what}, at most {BANDS} of them, most bits first" + ", in a trellis" * self.trellis)
+            raise ValueError(
+                f"{what}, at most {BANDS} of them, most bits first" + ", in a trellis two or more" * self.trellis
+            )
         return found
 
     def _fill(self, fields: Fields) -> tuple[tuple[int, int], ...] | None:
@@ -79,6 +81,8 @@ class Code:
                         return ((byte, 8 - space), *rest)
             return None
 
+        if self.trellis and len(fields) == 1:  # a band alone is too short for a trellis
+            return None
         first = 8 - len(fields) * self.trellis
         return fill(fields, (first, *[8] * (sum(fields) // 8 - 1)))
 
@@ -113,7 +117,7 @@ TRELLIS = Code(
     distortion=(1.0, 0.2988, 0.09187, 0.02904, 0.00912, 0.002796, 0.000836, 0.000252, 0.000075),
     steps=(0.0, 0.790, 0.498, 0.2972, 0.1713, 0.0969, 0.0538, 0.0299, 0.0164),
 )
-"""`trellis.search` of 128 channels, measured by `python -m research trellis`."""
+"""`trellis.search` of 128 channels, measured."""
 
 
 def _partitions(total: int, largest: int, parts: int) -> list[Fields]:

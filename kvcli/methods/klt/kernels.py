@@ -11,7 +11,7 @@ from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.words import INTERPRETED, as_decoded
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
-from kvcli.methods.klt.trellis import LEAD
+from kvcli.methods.klt.trellis import LEAD, SHORT
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
 _WIDE_TILE = {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1}
@@ -22,7 +22,7 @@ _SEARCH_PROGRAMS = 1056
 
 _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
-_LEAD = tl.constexpr(LEAD)
+_LEAD, _SHORT = tl.constexpr(LEAD), tl.constexpr(SHORT)
 COLUMNS = tl.constexpr(6)
 FIELDS = tl.constexpr((BANDS + 1) * 6)
 """Numbers of a head in `Tables.fields`."""
@@ -341,6 +341,15 @@ def _channel(costs, y, most):
 
 
 @triton.jit
+def _from(state):
+    """Costs of the states where only one is possible."""
+    costs = ()
+    for n in tl.static_range(16):
+        costs = costs + (tl.where(state == n, 0.0, 1e30),)
+    return costs
+
+
+@triton.jit
 def _most(fields, t, W: tl.constexpr):
     return tl.load(fields + t // W * COLUMNS + 2).to(tl.float32)
 
@@ -351,30 +360,35 @@ def _search(p_y, p_way, fields, count, W: tl.constexpr, BLOCK_T: tl.constexpr):
 
     A code is the level within the subset, and above its 8 bits that of the trellis. p_way point to int16.
     """
-    costs = ()
-    for _ in tl.static_range(16):
-        costs = costs + (tl.zeros([BLOCK_T], tl.float32),)
-    for i in range(_LEAD):
-        t = ((count - 1) * _LEAD + i) % count
-        costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
-    for i in range(_LEAD):
-        t = (count + i) % count
-        costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
-        tl.store(p_way + i * BLOCK_T, ways.to(tl.int16))
     state, least = tl.zeros([BLOCK_T], tl.int32), tl.full([BLOCK_T], float("inf"), tl.float32)
-    for n in tl.static_range(16):
-        state = tl.where(costs[n] < least, n, state)
-        least = tl.minimum(least, costs[n])
-    for i in range(_LEAD):
-        ways = tl.load(p_way + (_LEAD - 1 - i) * BLOCK_T).to(tl.int32)
-        state = (state >> 1) | ((ways >> state) & 1) << 3
-    if W < 4:  # of fewer than four channels, a state has the same bit twice
-        once, state = state, tl.zeros([BLOCK_T], tl.int32)
-        for bit in tl.static_range(4):
-            state |= ((once >> (bit % count)) & 1) << bit
-    costs = ()
-    for n in tl.static_range(16):
-        costs = costs + (tl.where(state == n, 0.0, 1e30),)
+    if count <= _SHORT:
+        for start in range(16):
+            b_start = tl.zeros([BLOCK_T], tl.int32) + start
+            costs = _from(b_start)
+            for t in range(count):
+                costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+            end = tl.zeros([BLOCK_T], tl.float32)
+            for n in tl.static_range(16):
+                end = tl.where(b_start == n, costs[n], end)
+            state = tl.where(end < least, b_start, state)
+            least = tl.minimum(least, end)
+    else:
+        costs = ()
+        for _ in tl.static_range(16):
+            costs = costs + (tl.zeros([BLOCK_T], tl.float32),)
+        for i in range(_LEAD):
+            t = count - _LEAD + i
+            costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+        for t in range(_LEAD):
+            costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
+            tl.store(p_way + t * BLOCK_T, ways.to(tl.int16))
+        for n in tl.static_range(16):
+            state = tl.where(costs[n] < least, n, state)
+            least = tl.minimum(least, costs[n])
+        for i in range(_LEAD):
+            ways = tl.load(p_way + (_LEAD - 1 - i) * BLOCK_T).to(tl.int32)
+            state = (state >> 1) | ((ways >> state) & 1) << 3
+    costs = _from(state)
     for t in range(count):
         costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
         tl.store(p_way + t * BLOCK_T, ways.to(tl.int16))
@@ -459,16 +473,15 @@ def _encode_kernel(
 
     x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
     [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
-    length, 1], strides p_* and g_*, are written. If TRELLIS, scratch float32 and codes int16 [heads, programs,
-    max(D, LEAD), BLOCK_T] are, too.
+    length, 1], strides p_* and g_*, are written. If TRELLIS, scratch float32 and codes int16 [heads, programs, D,
+    BLOCK_T] are, too.
     """
     i_h = tl.program_id(1).to(tl.int64)
     inverse += i_h * (D * D)
     fields += i_h * FIELDS
     if TRELLIS:
-        SLOTS: tl.constexpr = D if D > _LEAD else _LEAD
-        scratch += (i_h * tl.num_programs(0) + tl.program_id(0)) * (SLOTS * BLOCK_T)
-        codes += (i_h * tl.num_programs(0) + tl.program_id(0)) * (SLOTS * BLOCK_T)
+        scratch += (i_h * tl.num_programs(0) + tl.program_id(0)) * (D * BLOCK_T)
+        codes += (i_h * tl.num_programs(0) + tl.program_id(0)) * (D * BLOCK_T)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             _encode_block(
                 block, i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes, x_batch, x_head, x_time,
@@ -557,7 +570,7 @@ def encode_tokens(
         scratch = x, x  # not used
         if trellis:
             programs = min(blocks, cdiv(_SEARCH_PROGRAMS, heads))
-            shape = (heads, programs, max(head_dim, LEAD), tile["BLOCK_T"])
+            shape = (heads, programs, head_dim, tile["BLOCK_T"])
             scratch = torch.empty(shape, device=x.device), torch.empty(shape, dtype=torch.int16, device=x.device)
         _encode_kernel[(programs, heads)](
             x, inverse, mean, weights, fields, packed, gain, *scratch, *x.stride()[:3],
