@@ -432,7 +432,7 @@ def _encode_block(
             last = 4 * tl.load(fields + COLUMNS * f + 2) + 3
             b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + last.to(tl.float32) * 0.5
             p_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
-            tl.store(p_y, b_y, mask=m_w[None, :] & (f < coded))
+            tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_w[None, :] & (f < coded))
         tl.debug_barrier()
         _search(scratch + o_t, codes + o_t, fields, coded * W, W, BLOCK_T)
         tl.debug_barrier()

@@ -23,8 +23,8 @@ LEAD = 32
 the error is 1 % more than if every state were tried.
 """
 
-SHORT = 24
-"""Channels of which up to so many every state is tried."""
+SHORT = LEAD
+"""Channels of which up to so many every state is tried; at least LEAD, as kernels search so many before the first."""
 
 _STATES = 16
 _CHUNK = 4096
@@ -48,7 +48,7 @@ def search(y: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search(y: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    count = len(y)
+    count, y = len(y), y.clamp(-1e4, 1e4)  # far beyond the last level, squares may overflow
     subset = torch.arange(4, device=y.device).unsqueeze(1)
     levels = ((y.unsqueeze(1) - subset) * 0.25).round().clamp_min(0).minimum(most.unsqueeze(1))
     errors = (y.unsqueeze(1) - (4 * levels + subset)).square()  # [channels, 4, vectors]
