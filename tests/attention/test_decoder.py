@@ -90,13 +90,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "batch", "length", "padded"),
-    # of klt-tcq, rounding may choose another way of a trellis: test_chunk_passes.py
-    [
-        *((name, 3, 40, True) for name in METHODS if name != "klt-tcq"),
-        ("kivi", 3, 40, False),
-        ("qjl", 3, 40, False),
-        ("kivi", 2, 7, True),
-    ],
+    [*((name, 3, 40, True) for name in METHODS), ("kivi", 3, 40, False), ("qjl", 3, 40, False), ("kivi", 2, 7, True)],
 )
 def test_steps_make_the_tokens_of_transformers(
     name: str, batch: int, length: int, padded: bool, steps: list[int]

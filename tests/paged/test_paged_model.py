@@ -29,7 +29,7 @@ from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.requests import PassInputs, ScheduledRequest
 from kvcli.registry import get_method, parse_method
 
-METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
+METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant")
 
 
 @contextmanager
