@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcli.attention.reference import attend_codes
 from kvcli.kernels import splits
 from kvcli.kernels.words import FIELD_SCALE
-from kvcli.methods.klt import kernels
+from kvcli.methods.klt import token_kernels
 from kvcli.methods.klt.attend_kernels import fused_attend, tile_queries, unsupported
 from kvcli.methods.klt.codec import KLTCodes, KLTValue
 from kvcli.methods.klt.fields import SCALAR, TRELLIS, Code
@@ -33,13 +33,15 @@ METHODS = pytest.mark.parametrize("method", ["klt-2", "klt-tcq-2"])
         (1, 256, 1, 20, torch.float16),
         (4, 16, 1, 20, torch.float32),
         (2, 24, 1, 20, torch.float32),
+        (4, 40, 1, 20, torch.float32),
     ],
 )
 def test_token_kernels(
     heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype, code: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels encode and decode as the reference; a code may differ where a channel is within 1e-4 of a border."""
-    monkeypatch.setattr(kernels, "_SEARCH_PROGRAMS", 2)  # several blocks each
+    monkeypatch.setattr(token_kernels, "_SEARCH_PROGRAMS", 2)  # several blocks each
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.zeros(*shape, **how).fill_(77))
     spec = make_spec(head_dim, heads)
     fields = [code.all_fields(1 + head % 4)[5 * head] for head in range(heads)]
     codec = KLTValue(spec, fields, code).to(DEVICE)

@@ -20,8 +20,7 @@ from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wai
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range, split_size, without_first
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import (
+from kvcli.methods.klt.field_kernels import (
     COLUMNS,
     FIELDS,
     band_columns,
@@ -34,6 +33,7 @@ from kvcli.methods.klt.kernels import (
     subset_band,
     words_before,
 )
+from kvcli.methods.klt.fields import BANDS, MOST_BYTES
 from kvcli.methods.klt.value_kernels import value_sum
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, TokenRotations

@@ -84,11 +84,8 @@ class Tables:
             table = torch.tensor(rows, dtype=torch.int32, device=device)
             byte, bit, field = (x.repeat_interleave(width, 1) for x in table[:, :BANDS, :3].unbind(-1))
             coded = torch.arange(BANDS, device=device) < table[:, BANDS, 2:3]
-            levels = (
-                ((4 * table[:, :BANDS, 2] + 3 if code.trellis else table[:, :BANDS, 2]) * coded)
-                .repeat_interleave(width, 1)
-                .float()
-            )
+            last_level = 4 * table[:, :BANDS, 2] + 3 if code.trellis else table[:, :BANDS, 2]
+            levels = (last_level * coded).repeat_interleave(width, 1).float()
             step = torch.tensor(steps, device=device).repeat_interleave(width, 1)
             weights = (widening * step * levels.sign()).square() / levels.sign().sum(-1, keepdim=True)
             lane = table[:, BANDS, :1].long() + torch.arange(width, device=device).repeat(BANDS)
@@ -189,7 +186,7 @@ class _KLT(Codec[KLTCodes, None]):
         if not self.fused:
             super().encode_into(x, state, codes)
             return
-        from kvcli.methods.klt.kernels import encode_tokens
+        from kvcli.methods.klt.token_kernels import encode_tokens
 
         tables = self.tables
         encode_tokens(
@@ -199,7 +196,7 @@ class _KLT(Codec[KLTCodes, None]):
     def decode_to(self, codes: KLTCodes, state: None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
-        from kvcli.methods.klt.kernels import decode_tokens
+        from kvcli.methods.klt.token_kernels import decode_tokens
 
         fields = self.tables.fields
         return decode_tokens(codes.packed, codes.gain, self.basis, self.mean, fields, dtype, self.code.trellis)

@@ -59,10 +59,8 @@ class Code:
         whole = 0 < len(fields) <= BANDS and descending and fields[0] <= 8 and sum(fields) % 8 == 0
         found = self._fill(fields) if whole else None
         if found is None:
-            what = f"fields of {fields} bits do not fill whole bytes"
-            raise ValueError(
-                f"{what}, at most {BANDS} of them, most bits first" + ", in a trellis two or more" * self.trellis
-            )
+            how = f"at most {BANDS} of them, most bits first" + ", in a trellis two or more" * self.trellis
+            raise ValueError(f"fields of {fields} bits do not fill whole bytes, {how}")
         return found
 
     def _fill(self, fields: Fields) -> tuple[tuple[int, int], ...] | None:
@@ -81,10 +79,8 @@ class Code:
                         return ((byte, 8 - space), *rest)
             return None
 
-        if self.trellis and len(fields) == 1:  # a band alone is too short for a trellis
-            return None
-        first = 8 - len(fields) * self.trellis
-        return fill(fields, (first, *[8] * (sum(fields) // 8 - 1)))
+        spaces = (8 - len(fields) * self.trellis, *[8] * (sum(fields) // 8 - 1))
+        return fill(fields, spaces) if len(fields) > self.trellis else None  # a band alone is too short for a trellis
 
     def best_fields(self, costs: Tensor, num_bytes: int) -> tuple[float, Fields]:
         """The fields of so many bytes with the least error, and that error.
@@ -117,7 +113,7 @@ TRELLIS = Code(
     distortion=(1.0, 0.2988, 0.09187, 0.02904, 0.00912, 0.002796, 0.000836, 0.000252, 0.000075),
     steps=(0.0, 0.790, 0.498, 0.2972, 0.1713, 0.0969, 0.0538, 0.0299, 0.0164),
 )
-"""`trellis.search` of 128 channels, measured."""
+"""`trellis.search` of 128 channels; tests/methods/test_klt_fields.py measures it."""
 
 
 def _partitions(total: int, largest: int, parts: int) -> list[Fields]:

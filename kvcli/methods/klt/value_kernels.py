@@ -20,8 +20,7 @@ from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wai
 from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range, split_size
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt.codec import KLTValue
-from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import (
+from kvcli.methods.klt.field_kernels import (
     COLUMNS,
     FIELDS,
     band_rows,
@@ -33,6 +32,7 @@ from kvcli.methods.klt.kernels import (
     subset_band,
     words_before,
 )
+from kvcli.methods.klt.fields import BANDS, MOST_BYTES
 from kvcli.methods.layer_codec import EncodedTokens
 
 # tuned on one H100, torch 2.11, triton 3.6
