@@ -22,6 +22,7 @@ from kvcli.models.builtin_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvcli.contexts import StoredContext
+    from kvcli.contexts.chunks import ChunksOfKind
 
 
 class StoreOptions(Options):
@@ -72,7 +73,9 @@ class ImportOptions(StoreOptions):
 
 
 def list_contexts(options: StoreOptions, output: Output) -> None:
-    """List the contexts of a store, the most recently used first."""
+    """List the contexts of a store, and chunks that engines keep there, the most recently used first."""
+    from kvcli.contexts.chunks import chunks_of
+
     store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
     records = [context_record(context, shared) for context in store.contexts(output.warn)]
@@ -95,8 +98,34 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
         title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
     columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
     optional = ("source", "bits K / V", "shared", "smaller", "last used")
-    table = DataTable.of(title, rows, optional, columns, text_columns=3)
-    output.result({"store": str(store.folder), "bytes": used, "unused_bytes": unused, "rows": records}, table)
+    table, chunks = DataTable.of(title, rows, optional, columns, text_columns=3), chunks_of(store.folder)
+    record = {"store": str(store.folder), "bytes": used, "unused_bytes": unused, "rows": records}
+    human: list[str | DataTable] = [table] if rows or not chunks else []
+    human += [chunk_table(store.folder, chunks)] if chunks else []
+    output.result({**record, "chunks": [x._asdict() for x in chunks]}, human)
+
+
+def chunk_table(folder: Path, chunks: Collection[ChunksOfKind]) -> DataTable:
+    """Chunks of engines in a store, and what is lost of their keys and values."""
+    rows = [
+        {
+            "model and method": x.kind,
+            "chunks": f"{x.chunks:,}",
+            "size": size(x.bytes),
+            "smaller": f"{x.plain_bytes / max(1, x.bytes):.1f}x",
+            "error of keys (most)": _error(x.key_error, x.worst_key_error),
+            "of values (most)": _error(x.value_error, x.worst_value_error),
+            "last used": datetime.fromtimestamp(x.used, UTC).strftime("%Y-%m-%d %H:%M"),
+        }
+        for x in chunks
+    ]
+    total = size(sum(x.bytes for x in chunks))
+    title = f"{folder}: chunks of engines, {total}; errors are shares of the squared norm"
+    return DataTable.of(title, rows, ("last used", "smaller"))
+
+
+def _error(average: float | None, most: float | None) -> str:
+    return "-" if average is None or most is None else f"{average:.4f} ({most:.4f})"
 
 
 def show(options: ShowOptions, output: Output) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -95,16 +95,26 @@ class Index:
             yield db
             _patiently(db, "COMMIT")
 
+    def at_once(self, statement: str, rows: Iterable[Sequence[object]]) -> int | None:
+        """Executes a statement for each row and returns how many rows of the index it changed.
+
+        None: it was given up, because the store cannot be written to, or somebody else is writing.
+        """
+        with suppress(ContextError, OSError), self._open("mode=rw") as db:
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("BEGIN IMMEDIATE")
+            changed = db.executemany(statement, rows).rowcount
+            db.execute("COMMIT")
+            return changed
+        return None
+
     def touch(self, name: str) -> bool:
         """Notes that a context was used, if the store can be written to and nobody else is writing.
 
         Returns:
             False if there is no context of this name.
         """
-        with suppress(ContextError, OSError), self._open("mode=rw") as db:
-            db.execute("PRAGMA synchronous = NORMAL")
-            return db.execute("UPDATE contexts SET used = ? WHERE name = ?", (time.time(), name)).rowcount > 0
-        return True
+        return self.at_once("UPDATE contexts SET used = ? WHERE name = ?", [(time.time(), name)]) != 0
 
     def _exists(self) -> bool:
         """Whether there is an index; ContextError if something else is in its place."""

@@ -14,6 +14,7 @@ from factories import load, make_model
 
 import kvcli
 from kvcli.contexts import ContextStore
+from kvcli.contexts.chunks import Chunk, ChunkStore
 from kvcli.models import load as models
 
 STORE = Path("runs/smollm2-135m/contexts")
@@ -34,6 +35,21 @@ def made(tiny: Any) -> Maker:
 
 def rows(*arguments: str) -> Any:
     return result("contexts", *arguments, "--json")
+
+
+def test_chunks_of_engines_are_listed_by_model_and_method(tmp_path: Path) -> None:
+    lost = [(0.01, 0.04), (0.03, 0.02)]
+    codes = [Chunk(f"{i:040x}", bytes(100), "org/model klt-2", 700, x) for i, x in enumerate(lost)]
+    ChunkStore(tmp_path, 10**6).put([*codes, Chunk("ff" * 20, bytes(50), "org/model states and windows", 50)])
+    listed = rows("list", "--store", str(tmp_path))
+    assert listed["rows"] == []
+    assert {x["kind"]: (x["chunks"], x["bytes"]) for x in listed["chunks"]} == {
+        "org/model klt-2": (2, 200),
+        "org/model states and windows": (1, 50),
+    }
+    text = invoke("contexts", "list", "--store", str(tmp_path)).stdout
+    says(text, "org/model klt-2", "7.0x", "0.0200 (0.0300)", "0.0300 (0.0400)", "chunks of engines, 250 B")
+    assert "0 contexts" not in text
 
 
 def test_list_and_show(made: Maker) -> None:
@@ -89,7 +105,7 @@ def test_rm_and_prune(made: Maker) -> None:
     assert pruned["evicted"] == ["first"]
     assert pruned["bytes"] + pruned["freed_bytes"] == bytes_of_both
     assert rows("rm", "second")["removed"] == ["second"]
-    assert rows("list") == {"store": str(STORE), "bytes": 0, "unused_bytes": 0, "rows": []}
+    assert rows("list") == {"store": str(STORE), "bytes": 0, "unused_bytes": 0, "rows": [], "chunks": []}
     assert invoke("contexts", "prune", "--max-bytes", "much").exit_code == 2
 
 

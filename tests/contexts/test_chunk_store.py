@@ -1,0 +1,186 @@
+"""Chunks of engines in a store: bounded, shared, and whole after kills."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvcli.contexts.chunks import Chunk, ChunkStore, chunks_of
+from kvcli.contexts.index import names
+from kvcli.errors import ContextError
+
+
+def chunk(number: int, size: int = 1000, kind: str = "m klt") -> Chunk:
+    errors = (0.1 * number, 0.2) if kind != "opaque" else None
+    return Chunk(f"{number:040x}", bytes([number]) * size, kind, 8 * size, errors)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("chunks/*/*.kvc")}
+
+
+def test_chunks_come_back_and_are_counted_by_kind(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path, 10**6)
+    assert chunks_of(tmp_path) == []
+    store.put([chunk(1), chunk(3), chunk(2, kind="opaque")])
+    assert store.get(chunk(3).key) == bytes([3]) * 1000
+    assert store.has(chunk(1).key)
+    assert not store.has(chunk(4).key)
+    assert store.get(chunk(4).key) is None
+    of_kind = {x.kind: x for x in chunks_of(tmp_path)}
+    codes = of_kind["m klt"]
+    assert (codes.chunks, codes.bytes, codes.plain_bytes) == (2, 2000, 16000)
+    assert codes.key_error == pytest.approx(0.2)
+    assert codes.worst_key_error == pytest.approx(0.3)
+    assert of_kind["opaque"].key_error is None
+    assert names(tmp_path) == []
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path, 3000)
+    for number in (1, 2, 3):
+        store.put([chunk(number)])
+        time.sleep(0.002)
+    store.touch([chunk(1).key])
+    ChunkStore(tmp_path, 3000).put([chunk(4)])
+    assert files(tmp_path) == {chunk(x).key for x in (1, 3, 4)}
+    store.put([chunk(5, 4000)])  # more than the bound
+    assert files(tmp_path) == set()
+    store.put([chunk(x) for x in range(6, 16)])
+    assert len(files(tmp_path)) == 3
+    (kind,) = chunks_of(tmp_path)
+    assert kind.bytes == 3000
+
+
+def test_a_chunk_that_others_removed_while_it_was_written_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = ChunkStore(tmp_path, 10**6), ChunkStore(tmp_path, 10**6)
+    write = store._write
+
+    def removed_first(new: Chunk) -> None:
+        other.remove([new.key])
+        write(new)
+
+    monkeypatch.setattr(store, "_write", removed_first)
+    store.put([chunk(1)])
+    assert chunks_of(tmp_path)[0].chunks == len(files(tmp_path)) == 1
+
+
+def test_failed_writes_leave_no_rows_that_push_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ChunkStore(tmp_path, 5000)
+    store.put([chunk(x) for x in range(4)])
+
+    def full(new: Chunk) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_write", full)
+        for number in range(10, 20):
+            with pytest.raises(OSError, match="No space"):
+                store.put([chunk(number)])
+    store.put([chunk(5)])
+    assert files(tmp_path) == {chunk(x).key for x in (0, 1, 2, 3, 5)}
+    assert chunks_of(tmp_path)[0].chunks == 5
+
+
+def test_a_full_disk_takes_new_chunks_for_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ChunkStore(tmp_path, 10**9)
+    store.put([chunk(1, 2**24), chunk(2, 2**24)])
+    os.utime(store._path(chunk(2).key), (1, 1))
+    write, failed = store._write, list[str]()
+
+    def once(new: Chunk) -> None:
+        if not failed:
+            failed.append(new.key)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(new)
+
+    monkeypatch.setattr(store, "_write", once)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    store.put([chunk(3)])
+    assert files(tmp_path) == {chunk(3).key} | ({chunk(1).key} if store.has(chunk(1).key) else set())
+    assert not store.has(chunk(2).key)
+
+
+def test_files_and_rows_without_each_other_go_at_a_later_start(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path, 10**6)
+    store.put([chunk(1), chunk(2), chunk(3)])
+    store._path(chunk(2).key).unlink()
+    store._index.at_once("DELETE FROM chunks WHERE key = ?", [(chunk(3).key,)])
+    ChunkStore(tmp_path, 10**6)  # others may be writing them
+    assert chunks_of(tmp_path)[0].chunks == 2
+    assert files(tmp_path) == {chunk(1).key, chunk(3).key}
+    long_ago = time.time() - 3600
+    store._index.at_once("UPDATE chunks SET used = ?", [(long_ago,)])
+    os.utime(store._path(chunk(3).key), (long_ago, long_ago))
+    ChunkStore(tmp_path, 10**6)
+    assert chunks_of(tmp_path)[0].chunks == 1
+    assert files(tmp_path) == {chunk(1).key}
+
+
+WRITER = """
+import sys
+from kvcli.contexts.chunks import Chunk, ChunkStore
+store, first = ChunkStore(sys.argv[1], 8_000_000), int(sys.argv[2])
+print("ready", flush=True)
+for i in range(first, first + 10**6):
+    store.put([Chunk(f"{4 * i + j:040x}", bytes([i % 251]) * 200_000, "k", 1000) for j in range(4)])
+"""
+
+
+def test_kills_leave_only_whole_chunks_that_the_bound_counts(tmp_path: Path) -> None:
+    for turn in range(4):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(tmp_path), str(10**6 * (2 * turn + i))], stdout=subprocess.PIPE
+            )
+            for i in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+        time.sleep(0.25)
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+    store = ChunkStore(tmp_path, 8_000_000)
+    store.put([chunk(1, 200_000)])
+    counted = chunks_of(tmp_path)
+    assert sum(x.bytes for x in counted) <= 8_000_000
+    left = files(tmp_path)
+    assert 5 < len(left) <= 48  # four of each kill may be without a row until a later start
+    for key in left:
+        data = store.get(key)
+        assert data is not None
+        assert len(data) == 200_000
+        assert len(set(data)) == 1
+    store.remove(left)
+    assert files(tmp_path) == set()
+
+
+def test_what_a_kill_left_half_written_goes_after_an_hour(tmp_path: Path) -> None:
+    ChunkStore(tmp_path, 10**6).put([chunk(1)])
+    halves = [next(tmp_path.glob("chunks/*")) / f"{x}.kvc.1.2.tmp" for x in ("old", "new")]
+    for half in halves:
+        half.write_bytes(b"half")
+    os.utime(halves[0], (time.time() - 7200,) * 2)
+    ChunkStore(tmp_path, 10**6)
+    assert [half.exists() for half in halves] == [False, True]
+
+
+def test_a_folder_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_bytes(b"no database at all" * 100)
+    with pytest.raises(ContextError, match=r"damaged|not written by kvcli"):
+        ChunkStore(tmp_path, 10**6)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="file"):
+        ChunkStore(tmp_path / "file", 10**6)
