@@ -117,6 +117,20 @@ def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method]
 
 
 @pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder with the config of a model of 3 layers and 2 kv heads of 16 channels, and nothing else."""
+    make_model("llama").config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def artifact(tiny_artifact: Callable[[Method], Artifact], tmp_path: Path) -> Path:
+    """An artifact of CommVQ."""
+    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
+    return tmp_path / "artifact"
+
+
+@pytest.fixture
 def prompt() -> Callable[..., dict[str, torch.Tensor]]:
     """Makes a batch of random prompts of given lengths, padded on the left."""
 

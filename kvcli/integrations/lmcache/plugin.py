@@ -25,8 +25,9 @@ from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
 from kvcli.errors import ChunkError
-from kvcli.integrations.lmcache.chunk import ChunkCodec
-from kvcli.integrations.lmcache.served import SerdeSettings, Served
+from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.served import ChunkSettings, Served
+from kvcli.integrations.lmcache.layout import chunk_layout, decode_chunk, encode_chunk
 
 
 class ChunkSerializer(Serializer):
@@ -40,7 +41,7 @@ class ChunkSerializer(Serializer):
 
         LMCache logs a ChunkError, of a chunk that cannot be stored, and counts the store as failed.
         """
-        stored = self._codec.encode(_tensor(src))
+        stored = encode_chunk(self._codec, _tensor(src))
         target = _tensor(dst).flatten()
         if target.dtype != torch.uint8 or target.numel() < stored.numel():
             raise ChunkError(f"a buffer of {target.numel()} {target.dtype} cannot take {stored.numel()} bytes of codes")
@@ -49,7 +50,8 @@ class ChunkSerializer(Serializer):
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
         """Bytes of every chunk of a layout, exactly; ChunkError names a layout that cannot be stored."""
-        return self._codec.stored_bytes(layout_desc.shapes, layout_desc.dtypes)
+        layout = chunk_layout(layout_desc.shapes, layout_desc.dtypes, self._codec.served.spec)
+        return self._codec.stored_bytes(layout)
 
 
 class ChunkDeserializer(Deserializer):
@@ -64,7 +66,7 @@ class ChunkDeserializer(Deserializer):
         LMCache logs a ChunkError, as of `ChunkCodec.decode`, and counts the load as failed, so that the engine computes
         the chunk.
         """
-        self._codec.decode(_tensor(src), _tensor(dst))
+        decode_chunk(self._codec, _tensor(src).flatten().cpu(), _tensor(dst))
 
 
 class FileSystemAdapter(FSL2Adapter):
@@ -78,7 +80,7 @@ class FileSystemAdapter(FSL2Adapter):
 
 def create_serde(values: dict[str, Any]) -> SerdeProcessor:
     """The serde of an adapter, from the fields of its `serde` except `type`; errors as those of `Served.load`."""
-    settings = SerdeSettings.read(values)
+    settings = ChunkSettings.read(values)
     codec = ChunkCodec(Served.load(settings))
     return AsyncSerdeProcessor(ChunkSerializer(codec), ChunkDeserializer(codec), max_workers=settings.max_workers)
 

@@ -24,14 +24,15 @@ from chunks_made import real_chunks
 from factories import make_model
 from torch import Tensor
 
-from kvcli.integrations.lmcache.format import ChunkHeader, ChunkLayout
+from kvcli.integrations.chunks.format import ChunkHeader
+from kvcli.integrations.lmcache.layout import keys_and_values
 from kvcli.spec import ModelSpec
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
 os.environ["LMCACHE_DISABLE_BANNER"] = "1"
 
 pytestmark = pytest.mark.filterwarnings("default")  # of LMCache and of what it imports
-pytest.importorskip("lmcache.v1.distributed.serde", reason="needs LMCache, see docs/lmcache.md", exc_type=ImportError)
+pytest.importorskip("lmcache.v1.distributed.serde", reason="needs LMCache, see docs/tiers.md", exc_type=ImportError)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -184,9 +185,7 @@ def test_chunks_as_lmcache_gathers_them_from_an_engine(form: str) -> None:
         pages = pages.transpose(-2, -3)
     engine = {f"layer {i}": layer.contiguous() for i, layer in enumerate(pages)}
     (chunk,) = gather_paged_kv_to_cpu(engine, [5, 2, 7, 0], 4, layout_hints={"kv_layout": order})
-    layout = ChunkLayout.read([chunk.shape], [chunk.dtype], spec)
-    assert layout.form == form.split(maxsplit=1)[0]
-    for x, paged in zip(layout.keys_and_values(chunk), (keys, values), strict=True):
+    for x, paged in zip(keys_and_values(chunk, spec), (keys, values), strict=True):
         assert torch.equal(x, paged[:, [5, 2, 7, 0]].flatten(1, 2).transpose(1, 2))
 
 

@@ -1,12 +1,13 @@
-"""The served model: settings of an adapter's JSON; shapes, RoPE and codecs from config and artifact, no weights."""
+"""The served model: settings of an engine's JSON; shapes, RoPE and codecs from config and artifact, no weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,8 +16,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcli.artifact.choice import MethodChoice
+from kvcli.commands.sizes import parse_size
+from kvcli.contexts.chunks import ChunkStore
 from kvcli.errors import ChunkError, ConfigError, UsageError, error_text, explain
-from kvcli.integrations.lmcache.format import ChunkLayout
+from kvcli.integrations.chunks.format import ChunkLayout
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -26,16 +29,20 @@ from kvcli.models.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.models.checkpoint import read_config
 from kvcli.models.hub import download_config
 from kvcli.progress import no_progress, say_nothing
-from kvcli.rope import Rope
+from kvcli.registry import method_name
+from kvcli.rope import NoRope, Rope
 from kvcli.spec import ModelSpec
 
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
-class SerdeSettings(BaseModel):
-    """The fields of `"serde": {"type": "kvcli", ...}` in the JSON of an adapter."""
+
+class ChunkSettings(BaseModel):
+    """Which model is served, and how its chunks are coded, as engines take it in JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="served model, for its config: a folder, a built-in name or OWNER/MODEL on the hub")
+    revision: str = Field(default="", description="commit, tag or branch of a model on the hub")
     method: str = Field(default="", description="method that needs no artifact, with its bits")
     artifact: str = Field(default="", description="folder of an artifact, which says its method")
     recipe: str = Field(default="", description="file of a recipe, which says its method, artifact and settings")
@@ -52,14 +59,26 @@ class SerdeSettings(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise ConfigError(f"serde 'kvcli': {explain(error, cls.model_fields)}") from error
+            raise ConfigError(f"kvcli's chunks: {explain(error, cls.model_fields)}") from error
+
+
+class StoreSettings(ChunkSettings):
+    """And in which store they are, for engines that leave that to kvcli."""
+
+    model: str = Field(default="", description="served model; default: the engine's")
+    folder: str = Field(description="store of the chunks, which engines may share")
+    max_bytes: str = Field(default="64GiB", description="bound of the store; chunks that were not used are removed")
+
+    def store(self) -> ChunkStore:
+        """The store; UsageError: no size; ContextError, OSError: it cannot be written."""
+        return ChunkStore(self.folder, parse_size(self.max_bytes) or 0)
 
 
 class Served:
     """The model that a server serves, and the codecs of its chunks; `fitted`, those of all layers of an artifact.
 
     The `source` says which weights and artifact, as plain JSON values; the first `exact_tokens` of every chunk stay as
-    they are; `identity` is a digest, of 16 bytes, of everything that codes depend on.
+    they are; `identity` is a digest, of 16 bytes, of everything that codes depend on; `label`, the method and its bits.
 
     Raises:
         KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
@@ -83,8 +102,9 @@ class Served:
             self.device = torch.zeros(1, device=device).device
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(f"device '{device}' cannot be used: {error_text(error)[:200]}") from error
-        rope.module.to(self.device)
-        self._config = config
+        if not isinstance(rope, NoRope):
+            rope.module.to(self.device)
+        self._config, self.label = config, method_name(method.name, config.model_dump())
         self._fitted = None if fitted is None else self._ready(fitted)
         self._parts: dict[tuple[int, int], list[LayerCodec]] = {}
         what = {
@@ -103,14 +123,13 @@ class Served:
             )
         if isinstance(config, SequenceOffsetConfig) and config.sequence_offset == "mean":
             raise ConfigError("a chunk does not know the first keys of its sequence; leave out sequence_offset")
-        codecs = self._fitted or self._codecs_of_part(spec.num_layers, spec.num_kv_heads)
-        if any(codec.key.new_state(1, self.device) is not None for codec in codecs):
+        if any(codec.key.new_state(1, self.device) is not None for codec in self._whole):
             raise UsageError(
                 f"method '{method.name}' computes a state from the prompt's queries, which are not in a chunk"
             )
 
     @classmethod
-    def load(cls, settings: SerdeSettings) -> Served:
+    def load(cls, settings: ChunkSettings) -> Served:
         """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
 
         Raises:
@@ -122,33 +141,46 @@ class Served:
             folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
         else:
             folder = Path(name).expanduser()
-        folder, weights = (
-            (folder, _sample_of(folder)) if folder.is_dir() else (folder := download_config(name), folder.name)
-        )
-        model_config, source = read_config(folder), dict[str, Any](weights=weights)  # of a hub, its commit
-        spec, rope = ModelSpec.from_config(model_config), rope_of(skeleton(model_config))
-        fitted = None
+        if folder.is_dir():
+            weights = _sample_of(folder)
+        else:
+            folder = download_config(name, settings.revision or None)
+            weights = folder.name  # the commit
+        model_config, source = read_config(folder), dict[str, Any](weights=weights)
+        spec, fitted = ModelSpec.from_config(model_config), None
         if choice.fitted is not None:
             fitted, source["artifact"] = choice.codecs(spec)[1], choice.fitted.metadata["files"]
+        rope: Rope = NoRope(spec.rope.rotary_dim, torch.device("cpu"))
+        if any(x.needs_rotations for x in fitted or build_codecs(choice.record, spec, choice.config)):
+            rope = rope_of(skeleton(model_config))
         rest = settings.exact_tokens, settings.device
         return cls(spec, rope, choice.record, choice.config, fitted, source, *rest)
+
+    def namer(self, **what: Any) -> Callable[[bytes], str]:
+        """Names chunks by an engine's keys, and by `identity` and plain values: all that their bytes depend on."""
+        prefix = hashlib.sha256(self.identity + json.dumps(what, sort_keys=True).encode()).digest()
+        return lambda key: hashlib.sha256(prefix + key).hexdigest()[:40]
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the device the current one, where kernels are launched."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def codecs(self, layout: ChunkLayout) -> list[LayerCodec]:
-        """The codecs of a chunk's layers.
+    def codecs(self, layout: ChunkLayout, layers: Sequence[int] | None = None) -> list[LayerCodec]:
+        """The codecs of these layers of a model; None: of as many of its first ones as a chunk's layout has.
 
         Raises:
-            ChunkError: a part of the model's heads or layers only, with an artifact, whose codecs are of all heads; or
-                tokens that are no whole groups.
+            ChunkError: some of the model's heads only, or of its layers that nobody named, with an artifact, whose
+                codecs are of all; or tokens that are no whole groups.
         """
-        if self._fitted is None:
+        if layers is not None:
+            every = self._whole if layout.num_kv_heads == self.spec.num_kv_heads else []
+            codecs = [every[i] for i in layers] if every and layout.num_layers == len(layers) else []
+        elif self._fitted is None:
             codecs = self._codecs_of_part(layout.num_layers, layout.num_kv_heads)
-        elif (layout.num_layers, layout.num_kv_heads) == (self.spec.num_layers, self.spec.num_kv_heads):
-            codecs = self._fitted
         else:
+            same = (layout.num_layers, layout.num_kv_heads) == (self.spec.num_layers, self.spec.num_kv_heads)
+            codecs = self._fitted if same else []
+        if not codecs:
             raise ChunkError(
                 f"a chunk has {layout.num_layers} layers and {layout.num_kv_heads} kv heads, but the artifact codes "
                 f"{self.spec.num_layers} layers and {self.spec.num_kv_heads} kv heads together: serve without tensor "
@@ -162,11 +194,19 @@ class Served:
             )
         return codecs
 
+    @cached_property
+    def _whole(self) -> list[LayerCodec]:
+        """The codecs of all heads and layers."""
+        return self._fitted or self._codecs_of_part(self.spec.num_layers, self.spec.num_kv_heads)
+
     def _codecs_of_part(self, num_layers: int, num_kv_heads: int) -> list[LayerCodec]:
         """Codecs of a method that is not fitted, for the layers and heads that a rank has."""
         if (num_layers, num_kv_heads) not in self._parts:
             num_heads = num_kv_heads * self.spec.num_kv_groups
-            part = replace(self.spec, num_layers=num_layers, num_kv_heads=num_kv_heads, num_heads=num_heads)
+            shape: dict[str, Any] = {"num_kv_heads": num_kv_heads, "num_heads": num_heads}
+            if num_layers != self.spec.num_layers:
+                shape |= {"num_layers": num_layers, "layer_indices": (), "unrotated": ()}
+            part = replace(self.spec, **shape)
             try:
                 codecs = build_codecs(self.method, part, self._config)
             except ConfigError as error:  # bits of each layer of the whole model
@@ -184,7 +224,8 @@ class Served:
 def _sample_of(folder: Path) -> str:
     """A digest of bytes from all parts of a checkpoint's files."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        data = np.memmap(path, np.uint8, "r")
-        digest.update(data[:: len(data) // 4096 | 1].tobytes())
+    for path in sorted(x for kind in _WEIGHTS for x in folder.glob(kind)):
+        if path.stat().st_size:
+            data = np.memmap(path, np.uint8, "r")
+            digest.update(data[:: len(data) // 4096 | 1].tobytes())
     return digest.hexdigest()

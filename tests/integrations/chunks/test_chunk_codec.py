@@ -1,4 +1,4 @@
-"""Chunks of LMCache as bytes and back, without LMCache."""
+"""Chunks as bytes and back, in the forms that LMCache has, without LMCache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
-from chunks_made import CHUNK, SPEC, decoded, random_chunk, served
+from chunks_made import CHUNK, SPEC, decoded, random_chunk, served, stored_bytes
 from factories import make_model, make_spec
 
 from kvcli.errors import ChunkError, UsageError
-from kvcli.integrations.lmcache.chunk import ChunkCodec
-from kvcli.integrations.lmcache.format import SIZE, ChunkLayout
-from kvcli.integrations.lmcache.served import Served
+from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.format import SIZE
+from kvcli.integrations.chunks.served import Served
+from kvcli.integrations.lmcache.layout import chunk_layout, decode_chunk, encode_chunk
 from kvcli.registry import METHODS, get_method, make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec, RopeSpec
@@ -25,9 +26,9 @@ def test_codes_are_those_of_the_method(head_dim: int, group_size: int, dtype: to
     model = served(spec, "kivi-2", exact_tokens=0, group_size=group_size, residual_length=128)
     chunk = random_chunk([2, 1, 128, 4 * head_dim], dtype)
     codec = ChunkCodec(model)
-    out = decoded(codec, codec.encode(chunk), chunk)
+    out = decoded(codec, encode_chunk(codec, chunk), chunk)
     keys, values = (x.view(1, 128, 4, head_dim).transpose(1, 2) for x in chunk)
-    (layer,) = model.codecs(ChunkLayout.read([chunk.shape], [dtype], spec))
+    (layer,) = model.codecs(chunk_layout([chunk.shape], [dtype], spec))
     for x, part, ours in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
         expected = part.decode_to(part.encode(x, None), None, dtype)
         assert torch.equal(ours.view(1, 128, 4, head_dim).transpose(1, 2), expected)
@@ -38,10 +39,10 @@ def test_fused_chunks_hold_the_same_codes(shape: list[int]) -> None:
     codec = ChunkCodec(served())
     split = random_chunk(CHUNK)
     fused = torch.cat(tuple(split.view(2, 1, 64, 2, 16)), dim=-1).reshape(shape)
-    stored = codec.encode(fused)
-    assert torch.equal(stored[SIZE:], codec.encode(split)[SIZE:])
+    stored = encode_chunk(codec, fused)
+    assert torch.equal(stored, encode_chunk(codec, split))
     out = decoded(codec, stored, fused).view(1, 64, 2, 2, 16)
-    expected = decoded(codec, codec.encode(split), split).view(2, 1, 64, 2, 16)
+    expected = decoded(codec, encode_chunk(codec, split), split).view(2, 1, 64, 2, 16)
     assert torch.equal(out, torch.stack(tuple(expected), dim=3))
 
 
@@ -54,10 +55,10 @@ def test_unknown_layouts_are_refused_by_name() -> None:
     wrong = [([shape], half) for shape in WRONG] + [([CHUNK], torch.uint8), ([CHUNK], torch.float64)]
     for shapes, dtype in (*wrong, ([CHUNK, CHUNK], half)):
         with pytest.raises(ChunkError, match=re.escape(f"{shapes[0]} {dtype}")):
-            codec.stored_bytes(shapes, [dtype] * len(shapes))
+            codec.stored_bytes(chunk_layout(shapes, [dtype] * len(shapes), SPEC))
     for tokens in (1, 31, 33, 63, 65):  # no whole groups
         with pytest.raises(ChunkError, match=f"{tokens} tokens.*multiple of 32"):
-            codec.stored_bytes([[2, 1, tokens, 32]], [half])
+            stored_bytes(codec, [2, 1, tokens, 32], half)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not get_method(name).needs_artifact])
@@ -71,13 +72,13 @@ def test_every_method_is_stored_or_refused(method: str) -> None:
     codec, chunk = ChunkCodec(served(method=method, **settings)), random_chunk(CHUNK)
     if record.build(SPEC, make_config(record.name, settings), 0).tokens_per_group > CHUNK[2]:
         with pytest.raises(ChunkError, match=r"64 tokens.*multiple of"):
-            codec.encode(chunk)
+            encode_chunk(codec, chunk)
         codec = ChunkCodec(served(method=method, **settings, **record.example_settings))
-    stored = codec.encode(chunk)
-    assert stored.numel() == codec.stored_bytes([CHUNK], [chunk.dtype])
+    stored = encode_chunk(codec, chunk)
+    assert stored.numel() == stored_bytes(codec, CHUNK, chunk.dtype)
     out = decoded(codec, stored, chunk)
     assert (out.float() - chunk.float()).square().sum() < 0.35 * chunk.float().square().sum()
-    assert torch.equal(decoded(codec, codec.encode(chunk), chunk), out)
+    assert torch.equal(decoded(codec, encode_chunk(codec, chunk), chunk), out)
 
 
 @pytest.mark.parametrize(("method", "most"), [("kivi-2", 3.1), ("kivi-4", 5.1), ("commvq-2", 2.2), ("commvq-1", 1.2)])
@@ -91,7 +92,7 @@ def test_bits_with_everything_included(method: str, most: float, head_dim: int, 
     codecs = [record.build(spec, config, 0)] if record.needs_artifact else None
     codec = ChunkCodec(Served(spec, Rope(rotary), record, config, codecs))
     shape = [2, 1, 256, num_kv_heads * head_dim]
-    stored = codec.stored_bytes([shape], [torch.bfloat16])
+    stored = stored_bytes(codec, shape, torch.bfloat16)
     # a header is for all layers of a model, here for one
     assert 8 * (stored - SIZE) / torch.Size(shape).numel() < most - 0.005
     assert SIZE < 100
@@ -101,7 +102,7 @@ def test_first_tokens_stay_as_they_are_and_cost_the_others_nothing() -> None:
     chunk = random_chunk(CHUNK, torch.float32)
     chunk[:, :, :2] *= 1000
     codecs = [ChunkCodec(served(exact_tokens=count)) for count in (2, 0)]
-    ours, plain = (decoded(codec, codec.encode(chunk), chunk) - chunk for codec in codecs)
+    ours, plain = (decoded(codec, encode_chunk(codec, chunk), chunk) - chunk for codec in codecs)
     assert not ours[:, :, :2].any()
     assert ours[0, 0, 2:32].square().mean() < 0.2
     assert plain[0, 0, 2:32].square().mean() > 0.5
@@ -113,39 +114,39 @@ def test_what_codes_cannot_hold_is_refused(value: float, plane: int) -> None:
     chunk = random_chunk(CHUNK, torch.bfloat16)
     chunk[plane, 0, 40, 3] = value
     with pytest.raises(ChunkError, match=("keys" if plane == 0 else "values") + " of layer 0"):
-        ChunkCodec(served()).encode(chunk)
+        encode_chunk(ChunkCodec(served()), chunk)
 
 
 def test_damaged_bytes_are_refused_and_leave_the_chunk_alone() -> None:
     codec = ChunkCodec(served())
     chunk = random_chunk(CHUNK)
-    stored, target = codec.encode(chunk), torch.zeros_like(chunk)
+    stored, target = encode_chunk(codec, chunk), torch.zeros_like(chunk)
     variants = [stored[:length] for length in (0, 7, SIZE - 1, SIZE, stored.numel() - 1)]
     for at in (*range(SIZE), *range(SIZE, stored.numel(), 97), -1):
         variants.append(stored.clone())
         variants[-1][at] ^= 0x10
     for damaged in variants:
         with pytest.raises(ChunkError):
-            codec.decode(damaged, target)
+            decode_chunk(codec, damaged, target)
     assert not target.any()
-    codec.decode(torch.cat((stored, torch.zeros(99, dtype=torch.uint8))), target)
+    decode_chunk(codec, torch.cat((stored, torch.zeros(99, dtype=torch.uint8))), target)
     assert torch.equal(target, decoded(codec, stored, chunk))
 
 
 def test_codes_of_other_settings_or_of_another_layout_are_refused() -> None:
     codec, chunk = ChunkCodec(served()), random_chunk(CHUNK)
-    stored = codec.encode(chunk)
+    stored = encode_chunk(codec, chunk)
     for changes in ({"method": "kivi-4"}, {"exact_tokens": 0}, {"group_size": 16}, {"spec": make_spec(num_kv_heads=4)}):
         with pytest.raises(ChunkError, match="another model, artifact or settings"):
-            ChunkCodec(served(**changes)).decode(stored, chunk)
-    for other in (random_chunk([2, 1, 32, 32]), random_chunk([1, 1, 64, 64]), random_chunk(CHUNK, torch.bfloat16)):
+            decode_chunk(ChunkCodec(served(**changes)), stored, chunk)
+    for other in (random_chunk([2, 1, 32, 32]), random_chunk(CHUNK, torch.bfloat16)):
         with pytest.raises(ChunkError, match="is asked for"):
-            codec.decode(stored, other)
+            decode_chunk(codec, stored, other)
 
 
 def test_a_rank_has_some_of_the_heads_and_layers() -> None:
     codec = ChunkCodec(served(ModelSpec.from_dict({**SPEC.to_dict(), "num_layers": 4})))
     whole = random_chunk([2, 4, 64, 32])
-    out = decoded(codec, codec.encode(whole), whole)
+    out = decoded(codec, encode_chunk(codec, whole), whole)
     part = whole[:, 1:3, :, 16:].contiguous()
-    assert torch.equal(decoded(codec, codec.encode(part), part), out[:, 1:3, :, 16:])
+    assert torch.equal(decoded(codec, encode_chunk(codec, part), part), out[:, 1:3, :, 16:])

@@ -8,29 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from chunks_made import decoded, real_chunks
-from factories import FAMILIES, make_model
+from chunks_made import decoded, real_chunks, stored_bytes
+from factories import FAMILIES, make_model, make_spec
 
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ChunkError, ConfigError, KvcliError
-from kvcli.integrations.lmcache.chunk import ChunkCodec, find_start
-from kvcli.integrations.lmcache.served import SerdeSettings, Served
+from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.served import ChunkSettings, Served
+from kvcli.integrations.chunks.starts import find_starts
+from kvcli.integrations.lmcache.layout import decode_chunk, encode_chunk
+from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.method import Method
-from kvcli.registry import get_method
+from kvcli.models.checkpoint import read_config
+from kvcli.registry import get_method, make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_starts_are_found_again(tiny_model: Any, model_folder: Path, artifact: Path, dtype: torch.dtype) -> None:
-    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(artifact))))
+    codec = ChunkCodec(Served.load(ChunkSettings(model=str(model_folder), artifact=str(artifact))))
     wrong, errors = 0, []
     for index, chunk in enumerate(real_chunks(tiny_model, 16)):
-        stored = codec.encode(chunk.to(dtype))
-        assert stored.numel() == codec.stored_bytes([chunk.shape], [dtype])
+        stored = encode_chunk(codec, chunk.to(dtype))
+        assert stored.numel() == stored_bytes(codec, chunk.shape, dtype)
         target = torch.empty_like(chunk, dtype=dtype)
-        wrong += codec.decode(stored, target).start != 16 * index
+        wrong += decode_chunk(codec, stored, target).start != 16 * index
         errors.append(float((target - chunk)[0].square().sum() / chunk[0].square().sum()))
     assert wrong <= 2
     assert max(errors) < 0.5
@@ -43,15 +47,15 @@ def test_the_best_start_is_found_where_there_are_many(tiny_artifact: Callable[[M
     rope = Rope(make_model("llama").model.rotary_emb)
     rotation = rope.rotation(torch.arange(64 * 37, 64 * 38).unsqueeze(0), torch.float32)
     x = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(1))
-    keys = [codec.decode_keys(codec.key.encode(x, None), None, rotation, torch.float32)[0] for codec in codecs]
-    assert find_start(torch.stack(keys), codecs, rope, 8192) == 64 * 37
+    keys = [codec.decode_keys(codec.key.encode(x, None), None, rotation, torch.float32) for codec in codecs]
+    assert find_starts(lambda i: keys[i], codecs, rope, 8192) == [64 * 37]
 
 
 def test_an_artifact_codes_all_heads_together(model_folder: Path, artifact: Path) -> None:
-    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(artifact))))
+    codec = ChunkCodec(Served.load(ChunkSettings(model=str(model_folder), artifact=str(artifact))))
     for shape in ([2, 3, 64, 16], [2, 2, 64, 32]):
         with pytest.raises(ChunkError, match="parallelism"):
-            codec.stored_bytes([shape], [torch.float16])
+            stored_bytes(codec, shape)
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -62,10 +66,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     model = make_model(family, rope_parameters={"rope_theta": 5e4, **scaling})
     model.config.save_pretrained(tmp_path)
-    loaded = Served.load(SerdeSettings(model=str(tmp_path), method="kivi-2"))
+    loaded = Served.load(ChunkSettings(model=str(tmp_path), method="kivi-2"))
     assert loaded.spec == ModelSpec.from_config(model.config)
     positions = torch.arange(500).unsqueeze(0)
-    rotation, expected = (x.rotation(positions, torch.float32) for x in (loaded.rope, Rope(model.model.rotary_emb)))
+    ours = rope_of(skeleton(read_config(tmp_path)))
+    rotation, expected = (x.rotation(positions, torch.float32) for x in (ours, Rope(model.model.rotary_emb)))
     assert torch.equal(rotation.cos, expected.cos)
     assert torch.equal(rotation.sin, expected.sin)
 
@@ -76,9 +81,9 @@ def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any]
 )
 def test_wrong_settings_are_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        SerdeSettings.read({"model": "m", **values})
+        ChunkSettings.read({"model": "m", **values})
     with pytest.raises(ConfigError, match="model: Field required"):
-        SerdeSettings.read({})
+        ChunkSettings.read({})
 
 
 @pytest.mark.parametrize(
@@ -99,26 +104,52 @@ def test_wrong_settings_are_refused(values: dict[str, Any], named: str) -> None:
 )
 def test_what_cannot_be_served_is_refused(model_folder: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(KvcliError, match=named):
-        Served.load(SerdeSettings.read({"model": str(model_folder), **changes}))
+        Served.load(ChunkSettings.read({"model": str(model_folder), **changes}))
+
+
+def test_other_weights_or_artifacts_are_another_identity(model_folder: Path, artifact: Path) -> None:
+    def identity(**coding: str) -> bytes:
+        return Served.load(ChunkSettings(model=str(model_folder), **coding)).identity
+
+    found = {identity(method="kivi-2"), identity(method="kivi-4")}
+    for name in ("model.safetensors", "pytorch_model.bin", "model.gguf"):
+        for content in (f"{name} a", f"{name} b", ""):
+            (model_folder / name).write_text(content)
+            found.add(identity(method="kivi-2"))
+    assert len(found) == 2 + 3 * 2  # an empty file is as none
+    one = Artifact.load(artifact)
+    tensors = {name: x + 1 if "codebook" in name else x for name, x in one.tensors.items()}
+    Artifact(one.metadata, tensors).save(artifact.with_name("other"))
+    assert identity(artifact=str(artifact)) != identity(artifact=str(artifact.with_name("other")))
+
+
+def test_codes_of_another_rope_are_of_another_model() -> None:
+    spec, (record, bits) = make_spec(), parse_method("kivi-2")
+    identities = set()
+    for theta in (1e4, 2e4):
+        model = make_model("llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": theta})
+        rope = Rope(model.model.rotary_emb)
+        identities.add(Served(spec, rope, record, make_config(record.name, bits)).identity)
+    assert len(identities) == 2
 
 
 def test_an_artifact_of_another_model_is_refused(artifact: Path, tmp_path: Path) -> None:
     make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "other")
     with pytest.raises(KvcliError, match="num_layers 3 instead of 2"):
-        Served.load(SerdeSettings(model=str(tmp_path / "other"), artifact=str(artifact)))
+        Served.load(ChunkSettings(model=str(tmp_path / "other"), artifact=str(artifact)))
 
 
 def test_bits_by_layer_of_a_recipe_are_of_the_whole_model(model_folder: Path, tmp_path: Path) -> None:
     settings, recipe = {"k_bits": [4, 2, 1], "v_bits": 2, "group_size": 8}, tmp_path / "r.yaml"
     Recipe(model="m", fingerprint="f", method="kivi", settings=settings).save(recipe)
-    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), recipe=str(recipe))))
+    codec = ChunkCodec(Served.load(ChunkSettings(model=str(model_folder), recipe=str(recipe))))
     sizes = [
-        SerdeSettings(model=str(model_folder), method=x, settings={"group_size": 8}) for x in ("kivi-1", "kivi-k4v2")
+        ChunkSettings(model=str(model_folder), method=x, settings={"group_size": 8}) for x in ("kivi-1", "kivi-k4v2")
     ]
-    least, most = (ChunkCodec(Served.load(x)).stored_bytes([[2, 3, 64, 32]], [torch.float16]) for x in sizes)
-    assert least < codec.stored_bytes([[2, 3, 64, 32]], [torch.float16]) < most
+    least, most = (stored_bytes(ChunkCodec(Served.load(x)), [2, 3, 64, 32]) for x in sizes)
+    assert least < stored_bytes(codec, [2, 3, 64, 32]) < most
     with pytest.raises(ChunkError, match="k_bits has 3 numbers, but 1 layers"):
-        codec.stored_bytes([[2, 1, 64, 32]], [torch.float16])
+        stored_bytes(codec, [2, 1, 64, 32])
 
 
 @pytest.mark.gpu
@@ -128,12 +159,12 @@ def test_a_gpu_and_a_cpu_read_what_the_other_wrote(
     method: str, tiny_model: Any, model_folder: Path, artifact: Path
 ) -> None:
     coding = {"artifact": str(artifact)} if method == "commvq" else {"method": method}
-    settings = (SerdeSettings(model=str(model_folder), device=device, **coding) for device in ("cpu", "cuda"))
+    settings = (ChunkSettings(model=str(model_folder), device=device, **coding) for device in ("cpu", "cuda"))
     codecs = [ChunkCodec(Served.load(x)) for x in settings]
     chunk = real_chunks(tiny_model, 64)[3].bfloat16()
     energy, errors = chunk.float().square().sum(), []
     for writer in codecs:
-        first, second = (decoded(reader, writer.encode(chunk), chunk).float() for reader in codecs)
+        first, second = (decoded(reader, encode_chunk(writer, chunk), chunk).float() for reader in codecs)
         assert (first - second).square().sum() / energy < 1e-4
         errors.append(float((first - chunk.float()).square().sum() / energy))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)

@@ -9,8 +9,9 @@ from factories import make_model, make_spec
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvcli.integrations.lmcache.chunk import ChunkCodec
-from kvcli.integrations.lmcache.served import Served
+from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.served import Served
+from kvcli.integrations.lmcache.layout import chunk_layout, decode_chunk
 from kvcli.registry import make_config, parse_method
 from kvcli.rope import Rope
 from kvcli.seam.versions import with_cache
@@ -35,8 +36,12 @@ def random_chunk(shape: list[int], dtype: torch.dtype = torch.float16, seed: int
 
 def decoded(codec: ChunkCodec, stored: Tensor, like: Tensor) -> Tensor:
     chunk = torch.full_like(like, float("nan"))
-    codec.decode(stored, chunk)
+    decode_chunk(codec, stored, chunk)
     return chunk
+
+
+def stored_bytes(codec: ChunkCodec, shape: list[int] | torch.Size, dtype: torch.dtype = torch.float16) -> int:
+    return codec.stored_bytes(chunk_layout([shape], [dtype], codec.served.spec))
 
 
 def real_chunks(model: Any, length: int, num_tokens: int = 512) -> list[Tensor]:
