@@ -5,6 +5,10 @@ environment.py  the method that environment variables name
 model.py        the codecs of the model that vLLM loads
 backend.py      the attention backend: bytes of a page, writing and reading codes, attention
 v0_26.py        what differs in vLLM 0.26
+
+tier.py         beside that: a tier of codes for vLLM's own cache and its offloading
+groups.py       chunks of a group of layers as bytes and back
+slots.py        where keys and values lie in the memory of its CPU tier
 """
 
 from __future__ import annotations

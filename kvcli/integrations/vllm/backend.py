@@ -39,6 +39,9 @@ from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
 _SPARE_RINGS = 16
 """Rings of requests that have just finished, which vLLM does not tell."""
 
+_CONNECTORS = (None, "OffloadingConnector", "ExampleConnector")
+"""Connectors of vLLM that move whole pages."""
+
 _CHECKED = 64
 """Passes between two looks at the largest numbers."""
 
@@ -80,6 +83,11 @@ class EngineState:
             self.encoders.append(LayerEncoder(codec, layer_idx, model.dtype, self.ranges))
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
+        if self.group > 1 and config.kv_transfer_config is not None:
+            raise UsageError(
+                f"{choice.method} encodes {self.group} tokens together, and a request that pages come back to can "
+                "begin within them: choose a method that encodes tokens independently, or omit kv_transfer_config"
+            )
         rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
         residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
         self.make_rings = partial(ResidualRings, rings, residual_length, self.group, device)
@@ -116,10 +124,11 @@ def engine_state(config: VllmConfig) -> EngineState:
 
 def check_engine(config: VllmConfig) -> None:
     """UsageError: the engine has a feature that was not tried with codes in pages."""
-    parallel, cache = config.parallel_config, config.cache_config
+    parallel, cache, transfer = config.parallel_config, config.cache_config, config.kv_transfer_config
+    connector = None if transfer is None else transfer.kv_connector
     for what, on in {
         "speculative decoding": config.speculative_config is not None,
-        "transfer of pages (kv_transfer_config)": config.kv_transfer_config is not None,
+        f"transfer of pages by {connector}": connector not in _CONNECTORS,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         f"kv_cache_dtype '{cache.cache_dtype}'": cache.cache_dtype != "auto",

@@ -168,6 +168,38 @@ def test_a_prefix_that_requests_share_is_read_from_codes(ask: Any, tiny_model: A
             check(tiny_model, session, second, warm)
 
 
+@pytest.mark.parametrize("name", ["turboquant-3", "klt"])
+def test_pages_that_vllm_kept_elsewhere_come_back_as_codes(
+    name: str, ask: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    """By vLLM's own connector to files: the answer is that of pages that stayed."""
+    ask(name, fitted(tiny_model, name, tmp_path) if name == "klt" else None, sink_length=2)
+    (prompt,), folder = prompts_of(tiny_model, 90), saved(tiny_model, tmp_path)
+    moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    moved |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "pages")}}
+    with engine(folder, enable_prefix_caching=True) as llm:
+        (computed,) = answers(llm, [prompt])
+        (stayed,) = answers(llm, [prompt])
+    with engine(folder, enable_prefix_caching=False, kv_transfer_config=moved) as llm:
+        answers(llm, [prompt])
+    assert len([*(tmp_path / "pages").glob("*/*.safetensors")]) == tiny_model.config.num_hidden_layers
+    with engine(folder, enable_prefix_caching=False, kv_transfer_config=moved) as llm:
+        (came_back,) = answers(llm, [prompt])
+    assert came_back.tokens == stayed.tokens
+    assert torch.equal(came_back.logprobs, stayed.logprobs)
+    assert not torch.equal(computed.logprobs, stayed.logprobs)
+
+
+def test_pages_of_groups_are_not_moved(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    ask("kivi-2", residual_length=32)
+    moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with (
+        pytest.raises(UsageError, match="encodes 32 tokens together"),
+        engine(saved(tiny_model, tmp_path), block_size=32, kv_transfer_config=moved),
+    ):
+        pass
+
+
 def test_a_preempted_request_is_read_again(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     """What it had generated is then part of its prompt."""
     ask("rtn-4")
@@ -460,12 +492,12 @@ def test_tokens_without_a_slot_are_not_stored(
     ("part", "value", "what"),
     [
         ("speculative_config", 1, "speculative decoding"),
-        ("kv_transfer_config", 1, "transfer of pages"),
+        ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "transfer of pages by NixlConnector"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config.decode_context_parallel_size", 2, "decode context parallelism"),
     ],
 )
-def test_features_that_were_not_tried_are_refused_by_name(part: str, value: int, what: str) -> None:
+def test_features_that_were_not_tried_are_refused_by_name(part: str, value: Any, what: str) -> None:
     from kvcli.integrations.vllm.backend import check_engine
 
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)

@@ -1,0 +1,261 @@
+"""A tier of codes below the CPU tier of vLLM's offloading: `KvcliTier`, named in `--kv-transfer-config`.
+
+vLLM keeps its own cache and attention; pages that leave the CPU tier are stored as codes, and come back as pages.
+vLLM's scheduler calls all methods of a tier, which must not wait: coding and files are for threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvcli.integrations.chunks.served import Served, StoreSettings
+from kvcli.integrations.chunks.stored import get_chunks, put_chunks
+from kvcli.integrations.vllm.groups import GroupChunks, OpaqueChunks, coded_or_opaque
+from kvcli.integrations.vllm.slots import Slots
+
+logger = init_logger("vllm.kvcli.tier")
+
+_BATCH_BYTES = 512 << 20
+"""Of the chunks that are coded at once, in the engine's dtype."""
+
+
+class TierSettings(StoreSettings):
+    """The fields of a tier in `secondary_tiers`, beside `type` and `module_path`."""
+
+    locality: str | None = Field(default=None, description="LOCAL or REMOTE, which vLLM's filters of tiers ask for")
+
+
+class Item(NamedTuple):
+    """A chunk of a job: its key, its name in the store, its slot, and its first token's position if known.
+
+    A chunk that is not `whole` ends with tokens that are not there yet.
+    """
+
+    key: Any
+    name: str
+    slot: int
+    start: int | None
+    whole: bool
+
+
+class Finished(NamedTuple):
+    """What a job came to, and the keys of a load that were not found after all."""
+
+    result: JobResult
+    missing: list[Any]
+
+
+class KvcliTier(SecondaryTierManager):
+    """Stores chunks of full-attention layers as codes, those of other layers as they are.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: of vLLM.
+        settings: fields of `TierSettings`.
+
+    Raises:
+        KvcliError: a model, method or artifact that cannot be used, pages that hold something else, a store that cannot
+            be written.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config, chosen = offloading_spec.config, TierSettings.read(settings)
+        served = Served.load(chosen.model_copy(update={"model": chosen.model or config.model.name}))
+        slots = Slots(config, served.spec, extract_layer_index)
+        self.groups = {i: coded_or_opaque(served, slots, group, config) for i, group in slots.groups.items()}
+        self.store, self.locality = chosen.store(), chosen.locality and Locality(chosen.locality)
+        self._rows = torch.from_numpy(np.asarray(primary_kv_view).view(np.uint8))[:, : slots.slot_bytes]
+        self._pinned = served.device.type == "cuda" and host_register(self._rows.data_ptr(), _length(self._rows))
+        self._lookups = _Lookups(tier_type, lambda key: self.store.has(self._name(key)))
+        self._loads, self._stores, self._touches = (
+            ThreadPoolExecutor(count, f"kvcli-{what}")
+            for what, count in (("load", chosen.max_workers), ("store", chosen.max_workers), ("touch", 1))
+        )
+        self._running, self._finished = set[Future[None]](), deque[Finished]()
+        self._used, self._ended = set[str](), False
+
+    def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(self._stores, self._store, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(self._loads, self._load, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        while self._finished:
+            result, missing = self._finished.popleft()
+            self._lookups.mark_miss(missing)
+            results.append(result)
+        return results
+
+    def touch(self, keys: Collection[Any], req_context: ReqContext) -> None:
+        self._touch([self._name(key) for key in keys])
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        wait(self._running)
+
+    def shutdown(self) -> None:
+        """Ends when the jobs that are running have ended; others are not begun."""
+        if self._ended:
+            return
+        self._ended = True
+        self._lookups.shutdown()
+        for pool in (self._loads, self._stores, self._touches):
+            pool.shutdown(cancel_futures=True)
+        if self._pinned:
+            host_unregister(self._rows.data_ptr())
+        self._rows = torch.empty(0)  # vLLM closes the memory
+
+    def _submit(self, pool: ThreadPoolExecutor, run: Callable[[Any, list[Item]], Finished], job: Any) -> None:
+        """Runs a job in a thread; what it needs of vLLM's own objects is read here, in vLLM's."""
+        items = []
+        for key, slot in zip(job.keys, job.chunk_ids, strict=True):
+            end, tokens = job.req_context.get_offload_key_position(key), self._group(key).tokens
+            start = None if end is None or end < tokens else end - tokens
+            items.append(Item(key, self._name(key), int(slot), start, end is None or end % tokens == 0))
+
+        def work() -> None:
+            try:
+                self._finished.append(run(job, items))
+            except Exception:
+                logger.exception("a job of the tier of codes failed")
+                missing = [x.key for x in items] if job.is_promotion else []
+                self._finished.append(Finished(JobResult(job.job_id, success=False), missing))
+
+        self._running = {x for x in self._running if not x.done()}
+        self._running.add(pool.submit(work))
+
+    def _store(self, job: Any, items: list[Item]) -> Finished:
+        begun, written, success = time.monotonic(), 0, True
+        new = [item for item in items if not self.store.has(item.name)]
+        self._touch([item.name for item in items if item not in new])
+        for group, every in self._by_group(new):
+            those = [x for x in every if x.whole or isinstance(group, OpaqueChunks)]
+            for batch in _batches(group, those):
+                rows = torch.stack([self._rows[x.slot].to(group.device, non_blocking=True) for x in batch])
+                starts = [x.start for x in batch if x.start is not None]
+                known = starts if len(starts) == len(batch) else None
+                chunks = group.encode(rows, known, [x.name for x in batch], logger.warning)
+                success &= put_chunks(self.store, chunks, logger.warning) and len(chunks) == len(batch)
+                written += sum(len(x.data) for x in chunks)
+        seconds = time.monotonic() - begun
+        return Finished(JobResult(job.job_id, success=success, transfer_time=seconds, transfer_bytes=written), [])
+
+    def _load(self, job: Any, items: list[Item]) -> Finished:
+        begun, read, loaded = time.monotonic(), 0, list[Item]()
+        for group, those in self._by_group(items):
+            found = get_chunks(self.store, [x.name for x in those], group.check, logger.warning)
+            for batch in _batches(group, those):
+                good = [
+                    (item, data)
+                    for item, data in zip(batch, islice(found, len(batch)), strict=True)
+                    if data is not None
+                ]
+                if good:
+                    rows = group.decode([data for _, data in good])
+                    for (item, _), row in zip(good, rows, strict=True):
+                        self._rows[item.slot].copy_(row, non_blocking=True)
+                    if group.device.type == "cuda":
+                        torch.cuda.current_stream(group.device).synchronize()
+                    loaded += [item for item, _ in good]
+                    read += sum(len(data) for _, data in good)
+        self._touch([x.name for x in loaded])
+        keys = {x.key for x in loaded}
+        missing = [x.key for x in items if x.key not in keys]
+        rest: dict[str, Any] = {"successful_keys": tuple(keys) or None} if missing else {}
+        rest |= {"transfer_time": time.monotonic() - begun, "transfer_bytes": read}
+        return Finished(JobResult(job.job_id, success=not missing, **rest), missing)
+
+    def _by_group(self, items: Iterable[Item]) -> Iterator[tuple[GroupChunks | OpaqueChunks, list[Item]]]:
+        of_group: dict[int, list[Item]] = {}
+        for item in items:
+            of_group.setdefault(get_offload_group_idx(item.key), []).append(item)
+        for index, those in of_group.items():
+            yield self.groups[index], those
+
+    def _touch(self, names: Iterable[str]) -> None:
+        """Notes that chunks were used, soon and many at once."""
+        idle = not self._used
+        self._used.update(names)
+        if idle and self._used:
+            self._touches.submit(self._touch_used)
+
+    def _touch_used(self) -> None:
+        used, self._used = self._used, set()
+        self.store.touch(list(used))
+
+    def _group(self, key: Any) -> GroupChunks | OpaqueChunks:
+        return self.groups[get_offload_group_idx(key)]
+
+    def _name(self, key: Any) -> str:
+        return self._group(key).name(key)
+
+
+def _batches(group: GroupChunks | OpaqueChunks, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Items of a group that are coded together."""
+    count = max(1, _BATCH_BYTES // group.plain_bytes)
+    for first in range(0, len(items), count):
+        yield items[first : first + count]
+
+
+def _length(memory: Tensor) -> int:
+    """Bytes of what a tensor is a view of."""
+    return int(memory.untyped_storage().nbytes())
+
+
+class _Lookups(AsyncLookupManager):
+    """Looks for chunks in a thread of its own."""
+
+    def __init__(self, tier_type: str, has: Callable[[Any], bool]) -> None:
+        self._has = has
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[Any], req_context: ReqContext) -> Iterable[bool]:
+        return [self._has(key) for key in keys]

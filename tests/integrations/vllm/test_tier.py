@@ -1,0 +1,461 @@
+"""The tier of codes under vLLM's own tiering manager and memory, which stands in for a GPU's worker."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import make_model
+from families import tiny_config
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvcli.contexts.chunks import ChunkStore, chunks_of
+from kvcli.errors import KvcliError
+from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.format import ChunkHeader, ChunkLayout
+from kvcli.integrations.chunks.served import ChunkSettings, Served
+from kvcli.seam.versions import with_cache
+
+pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
+pytest.importorskip("vllm", reason="needs vLLM, see docs/tiers.md", exc_type=ImportError)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    from kvcli.integrations.vllm.tier import KvcliTier
+
+LAYERS, HEADS, DIM, PAGE, PAGES = 3, 2, 16, 16, 4
+TOKENS = PAGE * PAGES
+"""Of a chunk."""
+
+
+class Engine:
+    """A scheduler's side of vLLM's offloading of the tiny model, with a tier of codes; slots are written by hand."""
+
+    def __init__(self, model: Path, folder: Path, name: str, **changes: Any) -> None:
+        self.layout, self.ranks = changes.pop("layout", "LBNHC"), changes.pop("ranks", 1)
+        groups, first_group = changes.pop("groups", [range(LAYERS)]), changes.pop("first_group", 0)
+        parallel, extra = changes.pop("parallel", {}), changes.pop("config", {})
+        page = changes.pop("page", PAGE)
+        page_bytes = changes.pop("page_bytes", 2 * max(1, HEADS // self.ranks) * page * DIM * 4)
+        tier = {"type": "KvcliTier", "module_path": "kvcli.integrations.vllm.tier", "folder": str(folder), **changes}
+        config = OffloadingConfig(
+            groups=tuple(
+                OffloadingGroupConfig(page, tuple(names(group)), number)
+                for number, group in enumerate(groups, first_group)
+            ),
+            worker_kv_bytes_per_block=page_bytes * max(len(group) for group in groups),
+            enable_kv_cache_events=False,
+            extra_config={"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]},
+            engine_id=name,
+            model=OffloadingModelConfig(str(model), extra.pop("dtype", "float32")),
+            cache=OffloadingCacheConfig(PAGE, PAGES),
+            parallel=OffloadingParallelConfig(
+                **{
+                    **{"rank": 0, "world_size": self.ranks, "tp_size": self.ranks, "pp_size": 1, "pcp_size": 1},
+                    **{"dcp_size": 1, "data_parallel_index": 0, "data_parallel_size": 1},
+                    **{"data_parallel_rank_local": None, "is_parallelism_agnostic": True},
+                    **parallel,
+                }
+            ),
+            **{"kv_cache_layout": self.layout, **extra},
+        )
+        self.manager: Any = TieringOffloadingSpec(config).get_manager()
+        self.memory = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        self.tier: KvcliTier = self.manager.secondary_tiers[0]
+
+    def pages(self, slot: int, shape: tuple[int, ...] = (LAYERS, PAGES)) -> np.ndarray:
+        """Numbers of a slot, [ranks, layers, pages, tokens, heads of a rank, 2 * DIM]."""
+        heads = max(1, HEADS // self.ranks)
+        count = self.ranks * shape[0] * shape[1] * PAGE * heads * 2 * DIM
+        x = self.memory[slot, : 4 * count].view(np.float32)
+        if self.layout == "LBNHC":
+            return x.reshape(self.ranks, *shape, PAGE, heads, 2 * DIM)
+        return x.reshape(self.ranks, *shape, heads, PAGE, 2 * DIM).swapaxes(3, 4)
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=set(), preempted_req_ids=set()))
+        time.sleep(0.01)
+
+    def write(self, chunks: list[tuple[Tensor, Tensor]], known: bool = True, group: int = 0) -> ReqContext:
+        """Offloads chunks of keys and values [layers, heads, tokens, DIM], the first ones of a text."""
+        request = context(len(chunks), known, group)
+        self.manager.on_new_request(request)
+        made = self.manager.prepare_store(keys_of(len(chunks), group), request)
+        new = [chunks[keys_of(len(chunks), group).index(key)] for key in made.keys_to_store]
+        for slot, (keys, values) in zip(made.store_spec.block_ids, new, strict=True):
+            pages = self.pages(slot)
+            for rank in range(self.ranks):
+                for layer in range(LAYERS):
+                    for token in range(TOKENS):
+                        for head in range(pages.shape[4]):
+                            of_model = (rank * HEADS // self.ranks) + head
+                            place = pages[rank, layer, token // PAGE, token % PAGE, head]
+                            place[:DIM] = keys[layer, of_model, token]
+                            place[DIM:] = values[layer, of_model, token]
+        self.manager.complete_store(keys_of(len(chunks), group), request)
+        self.finish(request)
+        return request
+
+    def finish(self, request: ReqContext) -> None:
+        for _ in range(3):
+            self.step()
+        self.tier.drain_jobs()
+        self.step()
+        self.manager.on_request_finished(request)
+
+    def read(self, count: int, group: int = 0) -> list[int | None]:
+        """The slots of chunks after a lookup; None for those that are not found."""
+        request, keys = context(count, True, group), keys_of(count, group)
+        self.manager.on_new_request(request)
+        slots = list[int | None]()
+        for key in keys:
+            for _ in range(500):
+                found = self.manager.lookup(key, request)
+                if found in (LookupResult.HIT, LookupResult.MISS):
+                    break
+                self.step()
+            if found is LookupResult.MISS:
+                slots.append(None)
+                continue
+            slots.append(int(self.manager.prepare_load([key], request).block_ids[0]))
+            self.manager.complete_load([key], request)
+        self.finish(request)
+        return slots
+
+    def numbers(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a slot, [layers, heads, tokens, DIM]."""
+        pages = torch.from_numpy(self.pages(slot).copy())
+        x = pages.flatten(2, 3).transpose(2, 3)  # ranks, layers, heads, tokens
+        if self.ranks > HEADS:
+            x = x[:: self.ranks // HEADS]
+        x = x.transpose(0, 1).flatten(1, 2)
+        return x[..., :DIM], x[..., DIM:]
+
+
+def names(group: Iterable[int | str]) -> list[str]:
+    """What vLLM calls layers."""
+    return [x if isinstance(x, str) else f"model.layers.{x}.self_attn.attn" for x in group]
+
+
+def keys_of(count: int, group: int = 0) -> list[Any]:
+    return [make_offload_key(bytes([7 + i] * 32), group) for i in range(count)]
+
+
+def context(count: int, known: bool, group: int = 0) -> ReqContext:
+    request = ReqContext("r")
+    for i, key in enumerate(keys_of(count, group) if known else []):
+        request.set_offload_key_position(key, (i + 1) * TOKENS)
+    return request
+
+
+@pytest.fixture
+def engines(model_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made = list[Engine]()
+
+    def make(model: Path = model_folder, folder: str = "store", **changes: Any) -> Engine:
+        coding = {} if {"artifact", "method"} & changes.keys() else {"method": "kivi-2"}
+        name = f"kvcli-test-{tmp_path.name}-{len(made)}"
+        made.append(Engine(model, tmp_path / folder, name, **coding, **changes))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        del engine.memory
+        engine.manager.shutdown()
+
+
+@pytest.fixture
+def chunks(tiny_model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Three chunks of the model's own cache."""
+    cache = DynamicCache()
+    tokens = torch.randint(3, 97, (1, 3 * TOKENS), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        tiny_model(tokens, **with_cache(cache))
+    keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
+    return list(zip(keys.split(TOKENS, 2), values.split(TOKENS, 2), strict=True))
+
+
+def restored(engine: Engine, count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [engine.numbers(slot) for slot in engine.read(count) if slot is not None]
+
+
+def expected(served: Served, chunks: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """What chunks decode to, by the codecs alone."""
+    codec, out = ChunkCodec(served), []
+    layout = ChunkLayout(LAYERS, TOKENS, HEADS, DIM, torch.float32)
+    for i, (keys, values) in enumerate(chunks):
+        pairs = [(keys[layer].unsqueeze(0), values[layer].unsqueeze(0)) for layer in range(LAYERS)]
+        decoded = list(codec.decode(list(codec.encode(layout, pairs.__getitem__, [i * TOKENS]).stored), layout))
+        out.append((torch.cat([k for k, _ in decoded]), torch.cat([v for _, v in decoded])))
+    return out
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_engine_finds_after_a_restart_what_another_stored(
+    engines: Any, chunks: Any, model_folder: Path, layout: str, ranks: int
+) -> None:
+    engines(layout=layout, ranks=ranks).write(chunks)
+    served = Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))
+    for engine in (engines(layout=layout, ranks=ranks), engines(layout="LBHNC", ranks=1)):
+        ours = restored(engine)
+        for (k, v), (true_k, true_v) in zip(ours, expected(served, chunks), strict=True):
+            assert torch.equal(k, true_k)
+            assert torch.equal(v, true_v)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_artifact_codes_all_heads_of_all_ranks(
+    engines: Any, chunks: Any, artifact: Path, known: bool, tiny_model: Any
+) -> None:
+    engines(artifact=str(artifact), ranks=2).write(chunks, known=known)
+    (kind,) = chunks_of(engines(artifact=str(artifact)).tier.store.folder)
+    ours = restored(engines(artifact=str(artifact), ranks=1))
+    assert len(ours) == 3
+    for side, average in ((0, kind.key_error), (1, kind.value_error)):
+        lost = [
+            float((mine[side] - true[side])[:, :, 1:].square().sum() / true[side][:, :, 1:].square().sum())
+            for mine, true in zip(ours, chunks, strict=True)
+        ]
+        assert 0 < max(lost) < 0.6
+        assert average == pytest.approx(sum(lost) / 3, rel=0.2)
+
+
+def test_damaged_chunks_are_computed_anew_and_the_others_are_loaded(engines: Any, chunks: Any) -> None:
+    first = engines()
+    first.write(chunks)
+    files = [first.tier.store._path(first.tier._name(key)) for key in keys_of(3)]
+    data = bytearray(files[1].read_bytes())
+    data[-5] ^= 1
+    files[1].write_bytes(data)
+    second = engines()
+    slots = second.read(3)
+    assert [slot is None for slot in slots] == [False, True, False]
+    assert [path.exists() for path in files] == [True, False, True]
+    assert sum(x.chunks for x in chunks_of(first.tier.store.folder)) == 2
+    second.write(chunks)
+    assert None not in engines().read(3)
+
+
+def test_what_codes_cannot_hold_is_not_stored_and_the_others_are(engines: Any, chunks: Any) -> None:
+    keys = chunks[1][0].clone()
+    keys[0, 0, 40, 3] = float("inf")
+    engines().write([chunks[0], (keys, chunks[1][1]), chunks[2]])
+    assert [slot is None for slot in engines().read(3)] == [False, True, False]
+
+
+def test_a_full_disk_ends_no_engine(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: ChunkStore, chunks: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine = engines()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkStore, "put", full)
+        engine.write(chunks)
+    assert engines().read(3) == [None] * 3
+    assert None not in engine.read(3)  # of the CPU tier
+
+
+def test_other_methods_models_and_chunk_lengths_find_nothing(engines: Any, chunks: Any, tmp_path: Path) -> None:
+    engines().write(chunks)
+    for changes in ({"method": "kivi-4"}, {"exact_tokens": 2}, {"settings": {"group_size": 16}}):
+        assert engines(**changes).read(3) == [None] * 3
+    make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7e4}).config.save_pretrained(
+        tmp_path / "b"
+    )
+    assert engines(tmp_path / "b").read(3) == [None] * 3
+    assert None not in engines().read(3)
+
+
+def test_layers_of_other_kinds_are_stored_as_they_are(engines: Any, chunks: Any, tmp_path: Path) -> None:
+    """Pages of three sliding layers, and of one of full attention in the first of three tensors, padded."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = tiny_config("gemma3_text", num_hidden_layers=4, layer_types=kinds, head_dim=DIM, num_key_value_heads=HEADS)
+    config.save_pretrained(tmp_path / "hybrid")
+    shapes: dict[str, Any] = {"model": tmp_path / "hybrid", "groups": [range(3), range(3, 4)]}
+    shapes |= {"page_bytes": 2 * HEADS * PAGE * DIM * 4 + 64, "first_group": 1}
+    first = engines(**shapes)
+    assert [type(x).__name__ for x in first.tier.groups.values()] == ["OpaqueChunks", "GroupChunks"]
+    request = context(3, True, 1)
+    first.manager.on_new_request(request)
+    made = first.manager.prepare_store(keys_of(3, 1), request)
+    states = torch.randint(0, 256, (3, first.memory.shape[1]), dtype=torch.uint8).numpy()
+    for slot, state in zip(made.store_spec.block_ids, states, strict=True):
+        first.memory[slot] = state
+    first.manager.complete_store(keys_of(3, 1), request)
+    first.finish(request)
+    second, used = engines(**shapes), PAGES * 3 * shapes["page_bytes"]
+    assert second.read(3, 2) == [None] * 3
+    for slot, state in zip(second.read(3, 1), states, strict=True):
+        assert (second.memory[slot, :used] == state[:used]).all()
+    (kind,) = chunks_of(first.tier.store.folder)
+    path = first.tier.store._path(first.tier._name(keys_of(1, 1)[0]))
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    assert [slot is None for slot in engines(**shapes).read(3, 1)] == [True, False, False]
+    assert kind.kind.endswith("states and windows")
+    assert kind.key_error is None
+    assert engines(**shapes, layout="LBHNC").read(3, 1) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"parallel": {"pp_size": 2}}, "pipeline parallelism"),
+        ({"parallel": {"dcp_size": 2}}, "context parallelism"),
+        ({"config": {"canonical_layout": True}}, "canonical_layout"),
+        ({"config": {"replicated_layout": True}}, "replicated_layout"),
+        ({"config": {"dtype": "fp8_e4m3"}}, "fp8_e4m3"),
+        ({"layout": "BLNHC"}, "BLNHC"),
+        ({"page_bytes": 2048}, "no pages of 2 heads of 16 channels"),
+        ({"page_bytes": 8192}, "no pages of 2 heads of 16 channels"),
+        ({"groups": [range(2), range(2, 3)], "page_bytes": 8192}, "no pages of 2 heads of 16 channels"),
+        ({"ranks": 3}, "3 ranks cannot share 2 kv heads"),
+        ({"layout": "LBHNC", "page": 48}, "48 tokens in the layout LBHNC"),
+        ({"groups": [[0, 1, 2, 3]]}, r"model.layers.3.self_attn.attn' \(speculative decoding"),
+        ({"groups": [[0, 1, 2, "mtp.layers.0.self_attn.attn"]]}, "several models"),
+        ({"groups": [[0, 1, "model.layers.2.block.3.attn"]]}, "which layer is"),
+        ({"method": "squat-2"}, "state"),
+        ({"method": "commvq-2"}, "artifact"),
+        ({"metod": "kivi-2"}, "did you mean 'method'"),
+        ({"max_bytes": "lots"}, "not a size"),
+        ({"settings": {"group_size": 48}}, "group_size|multiple"),
+    ],
+)
+def test_what_the_tier_cannot_hold_ends_the_start_by_name(engines: Any, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(KvcliError, match=named):
+        engines(**changes)
+
+
+def test_the_store_is_bounded_by_use(engines: Any, chunks: Any, model_folder: Path) -> None:
+    layout = ChunkLayout(LAYERS, TOKENS, HEADS, DIM, torch.float32)
+    one = ChunkCodec(Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))).stored_bytes(layout)
+    first = engines(max_bytes=f"{2 * one / 1024 + 0.01}KiB")
+    first.write(chunks[:2])
+    assert None not in engines().read(1)  # and used, so that the second one goes
+    engines(max_bytes=f"{2 * one / 1024 + 0.01}KiB").write(chunks)
+    assert [slot is None for slot in engines().read(3)] == [False, True, False]
+    (kind,) = chunks_of(first.tier.store.folder)
+    assert (kind.chunks, kind.bytes) == (2, 2 * one)
+
+
+def test_positions_that_vllm_knows_are_those_of_the_codes(
+    engines: Any, chunks: Any, artifact: Path, model_folder: Path
+) -> None:
+    first = engines(artifact=str(artifact))
+    first.write(chunks)
+    served = Served.load(ChunkSettings(model=str(model_folder), artifact=str(artifact)))
+    starts = []
+    for key in keys_of(3):
+        data = first.tier.store.get(first.tier._name(key))
+        starts.append(ChunkHeader.unpack(memoryview(data)).start)
+    assert starts == [0, TOKENS, 2 * TOKENS]
+    for ours, true in zip(restored(engines(artifact=str(artifact))), expected(served, chunks), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, true, strict=True))
+
+
+def test_a_chunk_that_is_not_full_yet_is_not_coded(engines: Any, chunks: Any) -> None:
+    engine = engines()
+    request, keys = context(3, True), keys_of(3)
+    request.set_offload_key_position(keys[2], 2 * TOKENS + 5)
+    engine.manager.on_new_request(request)
+    made = engine.manager.prepare_store(keys, request)
+    for slot in made.store_spec.block_ids:
+        engine.pages(slot)[:] = 1
+    engine.manager.complete_store(keys, request)
+    engine.finish(request)
+    assert [slot is None for slot in engines().read(3)] == [False, False, True]
+
+
+def test_files_that_lost_their_content_are_computed_anew(engines: Any, chunks: Any) -> None:
+    first = engines()
+    first.write(chunks)
+    path = first.tier.store._path(first.tier._name(keys_of(1)[0]))
+    for content in (b"", path.read_bytes()[:500]):
+        path.write_bytes(content)
+        assert [slot is None for slot in engines().read(3)] == [True, False, False]
+        engines().write(chunks)
+        assert None not in engines().read(3)
+
+
+def test_a_job_that_fails_is_told_and_ends_no_engine(
+    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another request looks for the same chunks."""
+    engine, asked = engines(), context(3, True)
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.tier.groups[0]), "encode", broken)
+        engine.manager.on_new_request(asked)
+        other = engines()
+        other.manager.on_new_request(asked)
+        job = SimpleNamespace(job_id=7, keys=keys_of(3), chunk_ids=[0, 1, 2], req_context=asked, is_promotion=False)
+        assert other.tier.lookup(keys_of(1)[0], asked) is LookupResult.RETRY
+        other.tier._lookups.flush()
+        other.tier.submit_store(job)
+        other.tier.drain_jobs()
+        (result,) = other.tier.get_finished_jobs()
+        assert (result.job_id, result.success) == (7, False)
+        other.tier._lookups.flush()
+        time.sleep(0.1)
+        assert other.tier.lookup(keys_of(1)[0], asked) in (LookupResult.RETRY, LookupResult.MISS)
+        other.tier._lookups.flush()
+    assert not list(other.tier.get_finished_jobs())
+
+
+def test_many_chunks_are_coded_in_several_batches(
+    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    monkeypatch.setattr("kvcli.integrations.vllm.tier._BATCH_BYTES", 1)
+    engines().write(chunks)
+    served = Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))
+    for ours, true in zip(restored(engines()), expected(served, chunks), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, true, strict=True))
+
+
+def test_jobs_that_were_not_begun_are_given_up_at_the_end(
+    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, begun = engines(), list[int]()
+
+    def slow(*arguments: Any) -> list[Any]:
+        begun.append(1)
+        time.sleep(0.3)
+        return []
+
+    monkeypatch.setattr(type(engine.tier.groups[0]), "encode", slow)
+    for number in range(5):
+        request = context(3, True)
+        keys = [make_offload_key(bytes([100 + number] * 32), 0)]
+        job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[0], req_context=request, is_promotion=False)
+        engine.tier.submit_store(job)
+    engine.tier.shutdown()
+    assert len(begun) == 1
+    engine.tier.shutdown()
+
+
+def test_tiers_have_a_locality(engines: Any) -> None:
+    assert engines(locality="REMOTE").tier.locality.name == "REMOTE"
+    assert engines().tier.locality is None
