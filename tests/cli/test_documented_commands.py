@@ -33,13 +33,13 @@ NOT_RUN = {
     "docs/benchmarks.md": "hours on a GPU",
     "docs/engines.md": "tests/integrations runs its parts; vLLM's server needs a GPU",
     "docs/library.md": "tests/cli/test_library_command.py runs such commands",
-    "docs/lmcache.md": "tests/integrations/lmcache/test_lmcache_server.py starts such a server",
     "docs/methods.md": "an hour on a GPU",
     "docs/quality.md": "hours on a GPU",
     "docs/records.md": "tests/cli/test_inspect_and_diff.py and tests/eval/test_report.py run such commands",
     "docs/rivals.md": "half an hour, and a network",
     "docs/scaling.md": "a cluster; tests/calibrate/test_ranks.py and test_workflow.py run the same in small",
     "docs/serving.md": "a server does not end; tests/serve and examples/serve_openai.py run it",
+    "docs/tiers.md": "engines; tests/integrations drives their own classes and starts LMCache's server",
     "docs/tuning.md": "minutes; tests/eval/test_tune.py runs it in small",
 }
 """Pages with commands or programs that no test here runs, and why; their options are checked all the same."""
@@ -52,6 +52,7 @@ OTHERS = {
     "ruff",
     "mypy",
     "lmcache",
+    "sglang",
     "vllm",
     "research.vllm_throughput",
     "research.engine_capacity",
