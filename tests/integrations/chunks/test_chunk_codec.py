@@ -11,8 +11,9 @@ from factories import make_model, make_spec
 
 from kvcli.errors import ChunkError, UsageError
 from kvcli.integrations.chunks.codec import ChunkCodec
-from kvcli.integrations.chunks.format import SIZE
+from kvcli.integrations.chunks.format import SIZE, ChunkLayout
 from kvcli.integrations.chunks.served import Served
+from kvcli.integrations.chunks.stored import encode_each
 from kvcli.integrations.lmcache.layout import chunk_layout, decode_chunk, encode_chunk
 from kvcli.registry import METHODS, get_method, make_config, parse_method
 from kvcli.rope import Rope
@@ -150,3 +151,32 @@ def test_a_rank_has_some_of_the_heads_and_layers() -> None:
     out = decoded(codec, encode_chunk(codec, whole), whole)
     part = whole[:, 1:3, :, 16:].contiguous()
     assert torch.equal(decoded(codec, encode_chunk(codec, part), part), out[:, 1:3, :, 16:])
+
+
+def test_what_is_lost_is_measured_without_the_tokens_that_stay() -> None:
+    codec = ChunkCodec(served(exact_tokens=2))
+    x = random_chunk([2, 2, 64, 16], torch.float32).unsqueeze(2)  # sides, chunks, layer, tokens, channels
+    x = torch.cat((x, x), dim=2)
+    x[:, :, :, :2] *= 1000
+    layout = ChunkLayout(1, 64, 2, 16, torch.float32)
+    encoded = codec.encode(layout, lambda i: (x[0], x[1]), with_errors=True)
+    ((keys, values),) = codec.decode(list(encoded.stored), layout)
+    for side, ours in enumerate((keys, values)):
+        lost = (ours - x[side])[:, :, 2:].square().sum((1, 2, 3)) / x[side][:, :, 2:].square().sum((1, 2, 3))
+        assert encoded.errors is not None
+        assert torch.allclose(encoded.errors[:, side], lost, rtol=1e-4)
+    assert codec.encode(layout, lambda i: (x[0], x[1])).errors is None
+
+
+def test_chunks_beside_one_that_cannot_be_stored_keep_their_starts() -> None:
+    codec, layout = ChunkCodec(served()), ChunkLayout(1, 64, 2, 16, torch.float32)
+    x = torch.stack([random_chunk([2, 64, 16], torch.float32, seed) for seed in range(3)])
+    x[1, 0, 5, 5] = float("inf")
+    said = list[str]()
+    made = encode_each(codec, layout, lambda i: (x, x), [0, 64, 128], ["aa", "bb", "cc"], "k", said.append)
+    assert [chunk.key for chunk in made] == ["aa", "cc"]
+    assert len(said) == 1
+    for chunk, row in zip(made, (0, 2), strict=True):
+        alone = codec.encode(layout, lambda i, row=row: (x[row : row + 1], x[row : row + 1]), [64 * row])
+        assert chunk.data == alone.stored[0].numpy().tobytes()
+        assert chunk.plain_bytes == 2 * 2 * 64 * 16 * 4

@@ -425,6 +425,43 @@ def test_a_job_that_fails_is_told_and_ends_no_engine(
     assert not list(other.tier.get_finished_jobs())
 
 
+def test_chunks_that_are_used_stay(engines: Any, chunks: Any) -> None:
+    """Those that vLLM touches, loads, or wants to store once more."""
+    engine = engines()
+    engine.write(chunks)
+    ways: list[Callable[[], object]] = [
+        lambda: engine.tier.touch(keys_of(1), context(1, True)),
+        lambda: engines().read(1),
+        lambda: engines().write(chunks[:1]),
+    ]
+    for way in ways:
+        engine.tier.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
+        way()
+        for _ in range(200):
+            (kind,) = chunks_of(engine.tier.store.folder)
+            if kind.used > 1:
+                break
+            time.sleep(0.01)
+        assert kind.used > 1
+
+
+def test_vllm_is_told_which_stores_failed(engines: Any, chunks: Any) -> None:
+    keys = chunks[0][0].clone()
+    keys[0, 0, 40, 3] = float("nan")
+    for stored, success in (([(keys, chunks[0][1]), chunks[1]], False), (chunks, True)):
+        engine, told = engines(), list[bool]()
+        finished = engine.tier.get_finished_jobs
+
+        def watched(finished: Any = finished, told: list[bool] = told) -> list[Any]:
+            results = list(finished())
+            told.extend(x.success for x in results)
+            return results
+
+        engine.tier.get_finished_jobs = watched
+        engine.write(stored)
+        assert told == [success]
+
+
 def test_many_chunks_are_coded_in_several_batches(
     engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch, model_folder: Path
 ) -> None:
