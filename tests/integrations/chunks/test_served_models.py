@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ChunkError, ConfigError, KvcliError
 from kvcli.integrations.chunks.codec import ChunkCodec
-from kvcli.integrations.chunks.served import ChunkSettings, Served
+from kvcli.integrations.chunks.served import ChunkSettings, Served, StoreSettings
 from kvcli.integrations.chunks.starts import find_starts
 from kvcli.integrations.lmcache.layout import decode_chunk, encode_chunk
 from kvcli.integrations.skeleton import rope_of, skeleton
@@ -57,6 +59,8 @@ def test_an_artifact_codes_all_heads_together(model_folder: Path, artifact: Path
         with pytest.raises(ChunkError, match="parallelism"):
             stored_bytes(codec, shape)
 
+
+ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1")
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -131,6 +135,20 @@ def test_codes_of_another_rope_are_of_another_model() -> None:
         rope = Rope(model.model.rotary_emb)
         identities.add(Served(spec, rope, record, make_config(record.name, bits)).identity)
     assert len(identities) == 2
+
+
+def test_the_page_of_tiers_has_settings_that_are_accepted(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "tiers.md").read_text()
+    vllm, sglang, lmcache = (json.loads(x) for x in re.findall(r"'(\{.*?\})'\n", page, re.DOTALL))
+    (tier,) = vllm["kv_connector_extra_config"]["secondary_tiers"]
+    for values, settings, of_the_engine in (
+        (tier, StoreSettings, ("type", "module_path")),
+        (sglang, StoreSettings, (*ENGINES_OWN, "hicache_storage_pass_prefix_keys")),
+        (lmcache["serde"], ChunkSettings, ("type",)),
+    ):
+        assert settings.read({name: x for name, x in values.items() if name not in of_the_engine}).method == "kivi-2"
+    fields = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(fields) == sorted(StoreSettings.model_fields)
 
 
 def test_an_artifact_of_another_model_is_refused(artifact: Path, tmp_path: Path) -> None:
