@@ -59,7 +59,7 @@ def test_rooms_import_only_to_the_left(repo_root: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    heavy = ("torch", "transformers", "datasets", "lmcache")
+    heavy = ("torch", "transformers", "datasets", "lmcache", "sglang", "vllm")
     code = f"import sys, kvcli.cli.app, kvcli.registry; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
