@@ -2,6 +2,7 @@
 
 SmolLM2 in float32; of each sequence the first three quarters are chunks that were codes, as in a tier, or were read by
 a session with 4 sinks and 32 recent tokens; KL of the rest, which is read in one pass, against 16 bits throughout.
+An engine computes what follows the last whole chunk, on average half a chunk: `--after` tokens, which do not count.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
     parser.add_argument("methods", nargs="+", help="with artifact of the package, or without")
     parser.add_argument("--corpora", nargs="+", default=["builtin:essays", "builtin:docs"])
     parser.add_argument("--chunks", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--exact-tokens", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--exact-tokens", type=int, nargs="+", default=[1])
+    parser.add_argument("--after", type=int, nargs="+", default=[0, 256])
     parser.add_argument("--num-sequences", type=int, default=8)
     options = parser.parse_args()
     reporter = Output(as_json=True)
@@ -73,20 +75,22 @@ def main() -> None:
                 for exact in options.exact_tokens:
                     settings = ChunkSettings(model=str(folder), exact_tokens=exact, **coding)
                     codec = ChunkCodec(Served.load(settings))
-                    of_tier, of_session, bits = 0.0, 0.0, 0.0
+                    of_tier, of_session = (dict.fromkeys(options.after, 0.0) for _ in range(2))
+                    bits, sizes = 0.0, {"residual_length": 32, "sink_length": 4}
+                    named: dict[str, Any] = {"artifact": fitted} if fitted.exists() else {}
                     for row in ids.split(1):
                         plain = DynamicCache()
                         model(row[:, :1536], logits_to_keep=1, **with_cache(plain))
                         back, bits = restored(plain, codec, chunk)
                         reference = model(row[:, 1536:], **with_cache(plain)).logits
-                        of_tier += kl(model(row[:, 1536:], **with_cache(back)).logits, reference) / len(ids)
-                        sizes: dict[str, Any] = {"residual_length": 32, "sink_length": 4}
-                        named = {"artifact": fitted} if fitted.exists() else {}
-                        with kvcli.attach(model, method, **named, **sizes) as session:
-                            cache = session.new_cache()
-                            model(row[:, :1536], logits_to_keep=1, **with_cache(cache))
-                            logits = model(row[:, 1536:], **with_cache(cache)).logits
-                            of_session += kl(logits, reference) / len(ids)
+                        ours = model(row[:, 1536:], **with_cache(back)).logits
+                        for after in options.after:
+                            of_tier[after] += kl(ours[:, after:], reference[:, after:]) / len(ids)
+                            with kvcli.attach(model, method, **named, **sizes) as session:
+                                cache = session.new_cache()
+                                model(row[:, : 1536 + after], logits_to_keep=1, **with_cache(cache))
+                                logits = model(row[:, 1536 + after :], **with_cache(cache)).logits
+                            of_session[after] += kl(logits, reference[:, after:]) / len(ids)
                     row_of = {"method": method, "corpus": corpus, "chunk": chunk, "exact_tokens": exact, "bits": bits}
                     print(json.dumps({**row_of, "kl": of_tier, "session_kl": of_session}), flush=True)
 
