@@ -178,12 +178,14 @@ class ChunkStore:
             if shutil.disk_usage(self.folder).free > _ROOM_BYTES:
                 raise
             files = sorted(self._chunks.glob("*/*.kvc"), key=lambda path: path.stat().st_mtime)
-            freed = 0
+            freed, keys = 0, list[str]()
             for path in files:
                 if freed > _ROOM_BYTES:
                     break
                 freed += path.stat().st_size
                 path.unlink(missing_ok=True)
+                keys.append(path.stem)
+            self.remove(keys)  # from the index, too, now that it can be written
             work()
 
     def _remove(self, db: sqlite3.Connection, keys: list[str]) -> None:

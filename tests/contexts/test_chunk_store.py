@@ -109,6 +109,12 @@ def test_a_full_disk_takes_new_chunks_for_the_oldest(tmp_path: Path, monkeypatch
     store.put([chunk(3)])
     assert files(tmp_path) == {chunk(3).key} | ({chunk(1).key} if store.has(chunk(1).key) else set())
     assert not store.has(chunk(2).key)
+    assert {key for (key,) in rows(store)} == files(tmp_path)
+
+
+def rows(store: ChunkStore) -> list[tuple[str]]:
+    with store._index.reading() as db:
+        return db.execute("SELECT key FROM chunks").fetchall()
 
 
 def test_files_and_rows_without_each_other_go_at_a_later_start(tmp_path: Path) -> None:

@@ -38,14 +38,14 @@ def encode_each(
             say(f"a chunk is not stored: {error}")
             return []
 
-        def single(chunk: int, layer_idx: int) -> tuple[Tensor, Tensor]:
+        def some(part: slice, layer_idx: int) -> tuple[Tensor, Tensor]:
             keys, values = layer(layer_idx)
-            return keys[chunk : chunk + 1], values[chunk : chunk + 1]
+            return keys[part], values[part]
 
-        made = list[Chunk]()
-        for i in range(len(names)):
-            start = None if starts is None else starts[i : i + 1]
-            made += encode_each(codec, layout, partial(single, i), start, names[i : i + 1], kind, say)
+        made, middle = list[Chunk](), len(names) // 2
+        for part in (slice(middle), slice(middle, None)):
+            begin = None if starts is None else starts[part]
+            made += encode_each(codec, layout, partial(some, part), begin, names[part], kind, say)
         return made
     return [
         Chunk(name, row.numpy().tobytes(), kind, layout.plain_bytes, (float(lost[0]), float(lost[1])))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
-from kvcli.errors import KvcliError, UnsupportedModelError, UsageError
+from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.integrations.chunks.codec import ChunkCodec
 from kvcli.integrations.chunks.format import DTYPES, ChunkLayout
 from kvcli.integrations.chunks.served import Served, StoreSettings
@@ -104,7 +104,7 @@ class KvcliStorage(HiCacheStorage):
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Fills pages; whether each one was found."""
         pages, names = self._pages(keys, host_indices), [self._name(key) for key in keys]
-        check = lambda data: self._codec.check(data, self._layout)  # noqa: E731
+        check = partial(self._codec.check, layout=self._layout)
         found = list(get_chunks(self.store, names, check, logger.warning))
         good = [(page, data) for page, data in zip(pages, found, strict=True) if data is not None]
         if good:
@@ -112,8 +112,7 @@ class KvcliStorage(HiCacheStorage):
                 keys_of, values_of = (x.to(pages[0].device) for x in both)
                 for (page, _), k, v in zip(good, keys_of, values_of, strict=True):
                     page[0, layer_idx], page[1, layer_idx] = k, v
-        with suppress(OSError, KvcliError):  # a store that others use will do without
-            self.store.touch([name for name, data in zip(names, found, strict=True) if data is not None])
+        self.store.touch([name for name, data in zip(names, found, strict=True) if data is not None])
         return [data is not None for data in found]
 
     def clear(self) -> None:

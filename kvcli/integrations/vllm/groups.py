@@ -25,7 +25,8 @@ _DIGEST_BYTES = 32
 class GroupChunks:
     """Chunks of a group of full-attention layers, as codes. Slots are rows uint8 [chunks, slot bytes] on `device`.
 
-    `name` gives a vLLM key a name that no chunk has whose bytes mean something else.
+    `config` is vLLM's OffloadingConfig; `name` gives a key of vLLM a name that no chunk has whose bytes mean something
+    else. ChunkError: chunks that are no whole groups of tokens.
     """
 
     def __init__(self, served: Served, slots: Slots, group: Group, config: Any) -> None:
@@ -83,14 +84,6 @@ class OpaqueChunks:
         target = self._slots.raw(rows, self._group)
         target.copy_(torch.stack([x[:-_DIGEST_BYTES] for x in data]).view(target.shape))
         return rows
-
-
-def coded_or_opaque(served: Served, slots: Slots, group: Group, config: Any) -> GroupChunks | OpaqueChunks:
-    """How chunks of a group are stored; `config` is vLLM's OffloadingConfig.
-
-    ChunkError: chunks that are no whole groups of tokens.
-    """
-    return (OpaqueChunks if group.layers is None else GroupChunks)(served, slots, group, config)
 
 
 def _tokens(chunk: int, config: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class Slots:
             self.groups[group.group_id] = Group(tuple(group.layer_names), known or None, group.tokens_per_block)
             if known and self.heads_first and group.tokens_per_block not in _WHOLE_PAGES:
                 raise UsageError(f"pages of {group.tokens_per_block} tokens in the layout LBHNC: say --block-size 64")
-        if len({name.partition(".layers.")[0] for x in self.groups.values() for name in x.names}) > 1:
+        if len({re.split(r"\.\d+", name, maxsplit=1)[0] for x in self.groups.values() for name in x.names}) > 1:
             raise UsageError(
                 "layers of several models, as of speculative decoding, and a tier of codes do not go together"
             )

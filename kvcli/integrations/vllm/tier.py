@@ -11,30 +11,34 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
-from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    ReqContext,
-    RequestOffloadingContext,
-    get_offload_group_idx,
-)
-from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvcli.errors import UsageError
 from kvcli.integrations.chunks.served import Served, StoreSettings
 from kvcli.integrations.chunks.stored import get_chunks, put_chunks
-from kvcli.integrations.vllm.groups import GroupChunks, OpaqueChunks, coded_or_opaque
+from kvcli.integrations.vllm.groups import GroupChunks, OpaqueChunks
 from kvcli.integrations.vllm.slots import Slots
+
+try:
+    from vllm.logger import init_logger
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        ReqContext,
+        RequestOffloadingContext,
+        get_offload_group_idx,
+    )
+    from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+except ImportError as error:
+    raise UsageError(f"a tier of codes needs vLLM 0.32 or 0.33: {error}") from error
 
 logger = init_logger("vllm.kvcli.tier")
 
@@ -45,7 +49,9 @@ _BATCH_BYTES = 512 << 20
 class TierSettings(StoreSettings):
     """The fields of a tier in `secondary_tiers`, beside `type` and `module_path`."""
 
-    locality: str | None = Field(default=None, description="LOCAL or REMOTE, which vLLM's filters of tiers ask for")
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(
+        default=None, description="what vLLM's filters of tiers ask for"
+    )
 
 
 class Item(NamedTuple):
@@ -94,10 +100,14 @@ class KvcliTier(SecondaryTierManager):
         config, chosen = offloading_spec.config, TierSettings.read(settings)
         served = Served.load(chosen.model_copy(update={"model": chosen.model or config.model.name}))
         slots = Slots(config, served.spec, extract_layer_index)
-        self.groups = {i: coded_or_opaque(served, slots, group, config) for i, group in slots.groups.items()}
+        self.groups = {
+            i: (OpaqueChunks if group.layers is None else GroupChunks)(served, slots, group, config)
+            for i, group in slots.groups.items()
+        }
         self.store, self.locality = chosen.store(), chosen.locality and Locality(chosen.locality)
         self._rows = torch.from_numpy(np.asarray(primary_kv_view).view(np.uint8))[:, : slots.slot_bytes]
-        self._pinned = served.device.type == "cuda" and host_register(self._rows.data_ptr(), _length(self._rows))
+        length = self._rows.untyped_storage().nbytes()
+        self._pinned = served.device.type == "cuda" and host_register(self._rows.data_ptr(), length)
         self._lookups = _Lookups(tier_type, lambda key: self.store.has(self._name(key)))
         self._loads, self._stores, self._touches = (
             ThreadPoolExecutor(count, f"kvcli-{what}")
@@ -164,7 +174,7 @@ class KvcliTier(SecondaryTierManager):
         def work() -> None:
             try:
                 self._finished.append(run(job, items))
-            except Exception:
+            except Exception:  # vLLM waits for every job that it submitted
                 logger.exception("a job of the tier of codes failed")
                 missing = [x.key for x in items] if job.is_promotion else []
                 self._finished.append(Finished(JobResult(job.job_id, success=False), missing))
@@ -243,11 +253,6 @@ def _batches(group: GroupChunks | OpaqueChunks, items: Sequence[Item]) -> Iterat
     count = max(1, _BATCH_BYTES // group.plain_bytes)
     for first in range(0, len(items), count):
         yield items[first : first + count]
-
-
-def _length(memory: Tensor) -> int:
-    """Bytes of what a tensor is a view of."""
-    return int(memory.untyped_storage().nbytes())
 
 
 class _Lookups(AsyncLookupManager):

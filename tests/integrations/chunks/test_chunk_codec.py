@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +181,19 @@ def test_chunks_beside_one_that_cannot_be_stored_keep_their_starts() -> None:
         alone = codec.encode(layout, lambda i, row=row: (x[row : row + 1], x[row : row + 1]), [64 * row])
         assert chunk.data == alone.stored[0].numpy().tobytes()
         assert chunk.plain_bytes == 2 * 2 * 64 * 16 * 4
+
+
+def test_few_codings_find_the_one_that_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, layout = ChunkCodec(served()), ChunkLayout(1, 64, 2, 16, torch.float32)
+    x, counts, encode = torch.randn(16, 2, 64, 16), list[int](), codec.encode
+    x[9, 0, 5, 5] = float("nan")
+
+    def counted(layout: ChunkLayout, layer: Any, *rest: Any, **options: Any) -> Any:
+        counts.append(len(layer(0)[0]))
+        return encode(layout, layer, *rest, **options)
+
+    monkeypatch.setattr(codec, "encode", counted)
+    names = [f"{i:02x}" for i in range(16)]
+    made = encode_each(codec, layout, lambda i: (x, x), None, names, "k", lambda line: None)
+    assert [chunk.key for chunk in made] == [name for name in names if name != "09"]
+    assert counts == [16, 8, 8, 4, 2, 1, 1, 2, 4]

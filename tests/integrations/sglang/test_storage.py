@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from chunks_made import cached_chunks, coded, equal
 from torch import Tensor
-from transformers import DynamicCache, image_utils
+from transformers import image_utils
 from transformers.utils import is_torchvision_available
 
 from kvcli.contexts.chunks import chunks_of
 from kvcli.errors import KvcliError
-from kvcli.integrations.chunks.codec import ChunkCodec
-from kvcli.integrations.chunks.format import ChunkLayout
 from kvcli.integrations.chunks.served import ChunkSettings, Served
-from kvcli.seam.versions import with_cache
 
 pytestmark = pytest.mark.filterwarnings("default")  # of SGLang and of what it imports
 
@@ -116,12 +114,7 @@ def make_storage(model: Path, folder: Path, layout: str = "layer_first", **chang
 @pytest.fixture
 def pages(tiny_model: Any) -> list[tuple[Tensor, Tensor]]:
     """Four pages of the model's own cache, [layers, heads, tokens, DIM]."""
-    cache = DynamicCache()
-    tokens = torch.randint(3, 97, (1, 4 * PAGE), generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        tiny_model(tokens, **with_cache(cache))
-    keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
-    return list(zip(keys.split(PAGE, 2), values.split(PAGE, 2), strict=True))
+    return cached_chunks(tiny_model, PAGE, 4 * PAGE)
 
 
 KEYS = [f"{i:064x}" for i in range(4)]
@@ -165,21 +158,6 @@ def read(pool: Any) -> list[tuple[Tensor, Tensor]]:
     return [(of(0, place), of(1, place)) for place in PLACES]
 
 
-def expected(served: Served, pages: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """What pages decode to, by the codecs alone."""
-    codec, out, heads = ChunkCodec(served), [], pages[0][0].shape[1]
-    layout = ChunkLayout(LAYERS, PAGE, heads, DIM, torch.float32)
-    for i, (keys, values) in enumerate(pages):
-        pairs = [(keys[layer].unsqueeze(0), values[layer].unsqueeze(0)) for layer in range(LAYERS)]
-        decoded = list(codec.decode(list(codec.encode(layout, pairs.__getitem__, [i * PAGE]).stored), layout))
-        out.append((torch.cat([k for k, _ in decoded]), torch.cat([v for _, v in decoded])))
-    return out
-
-
-def same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> bool:
-    return all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
-
-
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("coding", ["method", "artifact"])
 def test_pages_come_back_as_their_codes(
@@ -197,7 +175,7 @@ def test_pages_come_back_as_their_codes(
     pool.kv_buffer.fill_(float("nan"))
     assert other.batch_get_v1(KEYS, indices(PLACES), before) == [True] * 4
     served = Served.load(ChunkSettings(model=str(model_folder), **chosen))
-    assert same(read(pool), expected(served, pages))
+    assert equal(read(pool), coded(served, pages))
     untouched = set(range(8)) - set(PLACES)
     assert all(place_of(pool, 0, 0, place, 3).isnan().all() for place in untouched)
 
@@ -223,7 +201,7 @@ def test_ranks_keep_their_own_heads(pages: Any, model_folder: Path, tmp_path: Pa
     for rank, (storage, pool) in enumerate(ranks):
         pool.kv_buffer.zero_()
         assert storage.batch_get_v1(KEYS, indices(PLACES)) == [True] * 4
-        assert same(read(pool), expected(served, [(k[:, rank : rank + 1], v[:, rank : rank + 1]) for k, v in pages]))
+        assert equal(read(pool), coded(served, [(k[:, rank : rank + 1], v[:, rank : rank + 1]) for k, v in pages]))
 
 
 def test_damaged_and_unfit_pages_are_left_out(pages: Any, model_folder: Path, tmp_path: Path) -> None:

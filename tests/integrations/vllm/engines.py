@@ -49,6 +49,12 @@ def fitted(model: Any, name: str, folder: Path, **settings: Any) -> Artifact:
     return assemble([folder / "fit"])
 
 
+def saved(model: Any, folder: Path) -> Path:
+    """The folder of a model that was saved in another."""
+    model.save_pretrained(folder / "model")
+    return folder / "model"
+
+
 def with_biases(model: Any) -> Any:
     """The model with large biases of its keys, if it has any."""
     for name, x in model.named_parameters():

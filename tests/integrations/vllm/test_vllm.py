@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
-from engines import answers, engine, fitted, with_biases
+from engines import answers, engine, fitted, saved, with_biases
 from factories import load, make_model
 from families import make
 
@@ -32,31 +31,9 @@ with warnings.catch_warnings():
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant")
 
 
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Names a method, or an artifact, to engines; by default without sinks and recent tokens."""
-
-    def name(method: str, artifact: Artifact | None = None, **settings: Any) -> None:
-        for variable in ("KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"):
-            monkeypatch.delenv(variable, raising=False)
-        if artifact is None:
-            monkeypatch.setenv("KVCLI_METHOD", method)
-        else:
-            artifact.save(tmp_path / method)
-            monkeypatch.setenv("KVCLI_ARTIFACT", str(tmp_path / method))
-        monkeypatch.setenv("KVCLI_SETTINGS", json.dumps({"sink_length": 0, "residual_length": 0, **settings}))
-
-    return name
-
-
 def forget(llm: Any) -> None:
     """Empties an engine's cache of prefixes."""
     assert llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.reset_prefix_cache()
-
-
-def saved(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder / "model")
-    return folder / "model"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -166,38 +143,6 @@ def test_a_prefix_that_requests_share_is_read_from_codes(ask: Any, tiny_model: A
         check(tiny_model, session, second, cold)
         with pytest.raises(AssertionError):
             check(tiny_model, session, second, warm)
-
-
-@pytest.mark.parametrize("name", ["turboquant-3", "klt"])
-def test_pages_that_vllm_kept_elsewhere_come_back_as_codes(
-    name: str, ask: Any, tiny_model: Any, tmp_path: Path
-) -> None:
-    """By vLLM's own connector to files: the answer is that of pages that stayed."""
-    ask(name, fitted(tiny_model, name, tmp_path) if name == "klt" else None, sink_length=2)
-    (prompt,), folder = prompts_of(tiny_model, 90), saved(tiny_model, tmp_path)
-    moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    moved |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "pages")}}
-    with engine(folder, enable_prefix_caching=True) as llm:
-        (computed,) = answers(llm, [prompt])
-        (stayed,) = answers(llm, [prompt])
-    with engine(folder, enable_prefix_caching=False, kv_transfer_config=moved) as llm:
-        answers(llm, [prompt])
-    assert len([*(tmp_path / "pages").glob("*/*.safetensors")]) == tiny_model.config.num_hidden_layers
-    with engine(folder, enable_prefix_caching=False, kv_transfer_config=moved) as llm:
-        (came_back,) = answers(llm, [prompt])
-    assert came_back.tokens == stayed.tokens
-    assert torch.equal(came_back.logprobs, stayed.logprobs)
-    assert not torch.equal(computed.logprobs, stayed.logprobs)
-
-
-def test_pages_of_groups_are_not_moved(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
-    ask("kivi-2", residual_length=32)
-    moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with (
-        pytest.raises(UsageError, match="encodes 32 tokens together"),
-        engine(saved(tiny_model, tmp_path), block_size=32, kv_transfer_config=moved),
-    ):
-        pass
 
 
 def test_a_preempted_request_is_read_again(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
