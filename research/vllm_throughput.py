@@ -73,10 +73,11 @@ def engine(options: argparse.Namespace) -> Any:
     else:
         arguments["enforce_eager"] = True
     if not own:
-        from kvcli.integrations.vllm import backend, register
+        from kvcli.integrations.vllm import engine as state
+        from kvcli.integrations.vllm import register
 
         register()
-        backend.check_engine = lambda config: None  # it refuses kv_transfer_config
+        state.check_engine = lambda config: None  # it refuses kv_transfer_config
     declared.DecodeBenchConnectorWorker.start_fill_kv = lambda self, metadata: None
     return LLM(
         str(folder),

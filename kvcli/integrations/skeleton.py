@@ -10,8 +10,10 @@ from torch import nn
 from kvcli.errors import UnsupportedModelError, error_text
 from kvcli.rope import Rope
 from kvcli.seam.decoder import find_decoder
+from kvcli.seam.rotary import RotaryCall
+from kvcli.spec import ModelSpec
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 """Model types whose keys after RoPE reach an engine with their channels in the order of `kvcli.rope`."""
 
 
@@ -38,8 +40,10 @@ def rope_of(model: nn.Module) -> Rope:
         raise UnsupportedModelError(
             f"keys of model type '{config.model_type}' cannot be rotated back; those of {', '.join(_FAMILIES)} can"
         )
-    kind = (config.rope_parameters or {}).get("rope_type")
+    kind, rotary = ModelSpec.from_config(config).rope.rope_type, find_decoder(model).rotary_emb
     if kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(f"RoPE of type '{kind}' depends on the length of a text, which pages do not know")
-    rotary: Any = find_decoder(model).rotary_emb
-    return Rope(type(rotary)(config))
+    rope = RotaryCall.by(type(rotary)(config)).rope()
+    if rope is None:
+        raise UnsupportedModelError(f"RoPE of type '{kind}' does not rotate by angles in proportion to positions")
+    return rope

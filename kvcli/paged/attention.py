@@ -35,6 +35,7 @@ class Page:
 
     Attributes:
         nbytes: of a page, a multiple of 16.
+        token_bytes: the same per token, rounded up.
 
     Raises:
         UsageError: a size that is no power of two or below 16, groups that do not divide a page, or more sinks.
@@ -51,6 +52,7 @@ class Page:
         self._dtype, self._sinks = dtype, (sinks, 2, spec.num_kv_heads, spec.head_dim)
         self._codes = self.keys.nbytes + self.values.nbytes
         self.nbytes = self._codes + -(-sinks * 2 * spec.kv_dim * dtype.itemsize // 16) * 16
+        self.token_bytes = -(-self.nbytes // size)
         self._views: tuple[Any, Any] = None, None
 
     def views(self, pages: Tensor) -> tuple[Codes, Codes, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder
 from kvcli.seam.latent import has_latents
 from kvcli.seam.layer import ChannelOrder, LayerAttention
+from kvcli.seam.rotary import rope_arguments
 from kvcli.spec import NO_ROPE, ModelSpec, layer_kinds
 
 ATTENTION_NAME = "kvcli"
@@ -118,8 +118,7 @@ def attention_of_config(model: nn.Module) -> ModelAttention:
     rotated = rotary is not None and spec.rope.rope_type != NO_ROPE
     rope: Rope = NoRope(spec.rope.rotary_dim, torch.device("meta"))
     if rotated:
-        by_layers = "layer_type" in inspect.signature(rotary.forward).parameters
-        rope = Rope(rotary, arguments=("full_attention",) if by_layers else ())
+        rope = Rope(rotary, arguments=rope_arguments(rotary))
     order: ChannelOrder = "last halves" if spec.latent else "halves"
     layers = tuple(
         LayerAttention(layer_idx, module, rotated, order, rotary_dim=spec.rope.rotary_dim, latent=spec.latent)

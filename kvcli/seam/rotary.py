@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,6 +56,12 @@ class RotaryCall:
         if not rotation or not rest or not isinstance(rest[0], Tensor):
             return None
         return cls(module, rest[0], tuple(rest[1:]), output)
+
+    @classmethod
+    def by(cls, module: Any) -> RotaryCall:
+        """A call on the CPU as layers of full attention make it, which tells them from others by an argument."""
+        positions, arguments = torch.arange(8).unsqueeze(0), rope_arguments(module)
+        return cls(module, positions, arguments, module(torch.empty(0), positions, *arguments))
 
     def of_text(self) -> RotaryCall:
         """The same with positions [batch or 1, time], if those of time, height and width (M-RoPE) are equal."""
@@ -115,6 +122,11 @@ class RotaryCall:
         positions = torch.cat((positions, torch.full_like(positions[:, :1], length - 1)), dim=1)
         output = module(like, positions.expand(self.axes, -1, -1) if self.axes else positions, *self.arguments)
         return tuple(x[:, :-1] for x in ((output,) if isinstance(output, Tensor) else output))
+
+
+def rope_arguments(rotary: nn.Module) -> tuple[Any, ...]:
+    """What a rotary module takes besides positions to rotate as layers of full attention do."""
+    return ("full_attention",) if "layer_type" in inspect.signature(rotary.forward).parameters else ()
 
 
 def passes_on(value: Any, output: Any, elsewhere: bool = False) -> bool:

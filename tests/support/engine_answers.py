@@ -64,14 +64,17 @@ def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> 
 
 class PagedCache(DynamicCache):
     """Earlier tokens as their codes, but for sinks, recent tokens and those of an open group, which are exact as new
-    ones are; a request that begins with `first` cached tokens has no recent ones among these.
+    ones are; a request that begins with `first` cached tokens has no recent ones among these. Layers without codecs
+    have what the model's `config` gives them.
     """
 
-    def __init__(self, codecs: Sequence[Any], sinks: int = 0, residual: int = 0, first: int = 0) -> None:
-        super().__init__()
+    def __init__(self, codecs: Any, sinks: int = 0, residual: int = 0, first: int = 0, config: Any = None) -> None:
+        super().__init__(config=config)
         self.codecs, self.sinks, self.residual, self.first = codecs, sinks, residual, first
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(self.codecs, dict) and layer_idx not in self.codecs:
+            return super().update(keys, values, layer_idx, *rest, **options)
         past, codec = self.get_seq_length(layer_idx), self.codecs[layer_idx]
         keys, values = (x.clone() for x in super().update(keys, values, layer_idx, *rest, **options))
         group = codec.tokens_per_group

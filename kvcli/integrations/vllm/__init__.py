@@ -3,8 +3,10 @@
 command.py      `kvcli serve --engine vllm`
 environment.py  the method that environment variables name
 model.py        the codecs of the model that vLLM loads
+engine.py       what its layers have in common
 backend.py      the attention backend: bytes of a page, writing and reading codes, attention
-v0_26.py        what differs in vLLM 0.26
+beside.py       layers beside these, which vLLM keeps
+cpu.py, v0_26.py  what differs on a CPU, and in vLLM 0.26
 
 tier.py         beside that: a tier of codes for vLLM's own cache and its offloading
 groups.py       chunks of a group of layers as bytes and back
@@ -44,6 +46,8 @@ def register() -> None:
             module, _ = "backend", AttentionBackend.customize_spec
     except (ImportError, AttributeError) as error:
         raise UsageError(f"codes in pages need {NEEDED}, which lay them out: {error}") from error
-    own = {"CPU_ATTN", "CPU_MLA", "AMX_MLA"} if current_platform.is_cpu() else {"CUSTOM"}
-    for name in own & set(AttentionBackendEnum.__members__):
-        register_backend(AttentionBackendEnum[name], f"kvcli.integrations.vllm.{module}.CodesBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"kvcli.integrations.vllm.{module}.CodesBackend")
+    if current_platform.is_cpu():
+        from kvcli.integrations.vllm.cpu import choose_codes
+
+        choose_codes(type(current_platform))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,126 +19,24 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
+    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from kvcli.attention.backend import choose_backend
-from kvcli.cache.ranges import StepRanges
-from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.vllm.environment import ARTIFACT, METHOD, choice_of_environment
-from kvcli.integrations.vllm.model import codecs_of
+from kvcli.errors import UnsupportedModelError
+from kvcli.integrations.vllm.beside import LEAST_TOKENS, LayersBeside, layers_beside
+from kvcli.integrations.vllm.engine import EngineState, engine_state
 from kvcli.paged.attention import Page, PagedAttention
 from kvcli.paged.batch import Batch, most_rows
-from kvcli.paged.pages import LayerEncoder
-from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
-
-_SPARE_RINGS = 16
-"""Rings of requests that have just finished, which vLLM does not tell."""
-
-_CONNECTORS = (None, "OffloadingConnector", "ExampleConnector")
-"""Connectors of vLLM that move whole pages."""
-
-_CHECKED = 64
-"""Passes between two looks at the largest numbers."""
-
-
-class EngineState:
-    """What the layers of a loaded model have in common: RoPE, kernels, and the largest numbers of a pass."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        check_engine(config)
-        choice = choice_of_environment()
-        if choice is None:
-            raise UsageError(f"this backend stores codes: set {METHOD} or {ARTIFACT}")
-        model, loading = config.model_config, config.load_config
-        ranks = config.parallel_config.tensor_parallel_size
-
-        def weights() -> Path:
-            folder = Path(model.model)
-            if folder.is_dir():
-                return folder
-            try:
-                options = {"revision": model.revision, "cache_dir": loading.download_dir}
-                return Path(snapshot_download(model.model, local_files_only=True, **options))
-            except (OSError, ValueError) as error:
-                raise ModelError(
-                    f"the checkpoint of '{model.model}' is no folder and not in the hub's cache"
-                ) from error
-
-        dummy = loading.load_format == "dummy"
-        exact, codecs, self.rope = codecs_of(model.hf_text_config, choice, ranks, None if dummy else weights)
-        device = torch.empty(0, device=config.device_config.device_type).device
-        self.ranges = StepRanges(2 * len(codecs), device)
-        if hasattr(self.rope, "module"):
-            self.rope.module.to(device)
-        self.backend = choose_backend(choice.record, codecs, "auto", device)
-        self.encoders = []
-        for layer_idx, codec in enumerate(codecs):
-            codec.to(device).eval()
-            codec.use_kernels(self.backend.impl == "fused")
-            self.encoders.append(LayerEncoder(codec, layer_idx, model.dtype, self.ranges))
-
-        self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
-        if self.group > 1 and config.kv_transfer_config is not None:
-            raise UsageError(
-                f"{choice.method} encodes {self.group} tokens together, and a request that pages come back to can "
-                "begin within them: choose a method that encodes tokens independently, or omit kv_transfer_config"
-            )
-        rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
-        residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
-        self.make_rings = partial(ResidualRings, rings, residual_length, self.group, device)
-        self.rings = list[ResidualRings]()
-        self.tokens: Tokens | None = None  # of the last pass
-        self.num_heads = codecs[0].key.spec.num_heads
-        self._passes = 0
-
-    def check(self) -> None:
-        """CacheError: numbers of the passes so far exceed the range of the codes, or exact keys are lost."""
-        self.ranges.check()
-        for rings in self.rings:
-            rings.check()
-
-    def check_sometimes(self) -> None:
-        """`check`, which waits for the GPU, before every `_CHECKED`-th pass; prompts are looked at after each."""
-        self._passes += 1
-        if self._passes % _CHECKED == 0:
-            self.check()
-
-
-_made: list[tuple[VllmConfig, EngineState]] = []
-"""The last engine of this process, which has one at a time."""
-
-
-def engine_state(config: VllmConfig) -> EngineState:
-    """Those of an engine, made once for all of its layers."""
-    if not _made or _made[0][0] is not config:
-        # vLLM loads weights in its own dtype and on the GPU by default, which codecs are made without
-        with set_default_torch_dtype(torch.float32), torch.device("cpu"):
-            _made[:] = [(config, EngineState(config))]
-    return _made[0][1]
-
-
-def check_engine(config: VllmConfig) -> None:
-    """UsageError: the engine has a feature that was not tried with codes in pages."""
-    parallel, cache, transfer = config.parallel_config, config.cache_config, config.kv_transfer_config
-    connector = None if transfer is None else transfer.kv_connector
-    for what, on in {
-        "speculative decoding": config.speculative_config is not None,
-        f"transfer of pages by {connector}": connector not in _CONNECTORS,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        f"kv_cache_dtype '{cache.cache_dtype}'": cache.cache_dtype != "auto",
-    }.items():
-        if on:
-            raise UsageError(f"{what} and codes in pages do not go together")
+from kvcli.paged.rings import ResidualRings
 
 
 class CodesBackend(AttentionBackend):
-    """The backend of a layer, once `page` says how it lays out a page of so many tokens."""
+    """The backend of a layer, once it is known which."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-    page: ClassVar[Callable[[int], Page] | None] = None
+    layer: ClassVar[CodesAttention | None] = None
 
     @staticmethod
     def get_name() -> str:
@@ -157,16 +51,40 @@ class CodesBackend(AttentionBackend):
         return BatchBuilder
 
     @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of a page of codes."""
-        return replace(spec, num_head_slots=1, state_content_bytes=cls.token_bytes(spec), dtype=torch.uint8)
+    def supports_sink(cls) -> bool:
+        return True
 
     @classmethod
-    def token_bytes(cls, spec: AttentionSpec) -> int:
-        """Bytes of a token in a page. UnsupportedModelError: another kind of layer, or one beside others."""
-        if type(spec) is not FullAttentionSpec or cls.page is None:
+    def supports_sliding_window(cls) -> bool:
+        return True  # so that `CodesAttention` says which backend such layers need
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, spec: Any = None) -> list[int | MultipleOf]:
+        """Beside layers of states, which vLLM then gives pages of as many tokens: prefixes are whole pages of both."""
+        has_states = cls.layer is not None and cls.layer.beside.has_states
+        return [MultipleOf(cls.page_of(LEAST_TOKENS).size if has_states else 1)]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec of a page of codes; vLLM asks for that of one token, too, to know its bytes."""
+        if type(spec) is not FullAttentionSpec:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
-        return -(-cls.page(spec.block_size).nbytes // spec.block_size)
+        page = cls.page_of(LEAST_TOKENS if spec.block_size == 1 else spec.block_size)
+        size = 1 if spec.block_size == 1 else page.size
+        return replace(spec, block_size=size, num_head_slots=1, state_content_bytes=page.token_bytes, dtype=torch.uint8)
+
+    @classmethod
+    def page_of(cls, tokens: int) -> Page:
+        """A page of codes of so many tokens, or of more, until it is as large as those of layers that vLLM keeps.
+
+        vLLM gives all layers of a model pages of the same number of bytes, and pads smaller ones.
+        """
+        if cls.layer is None:
+            raise UnsupportedModelError("this model's layers have no codes in pages")
+        page, least = cls.layer.page(tokens), cls.layer.beside.nbytes
+        while page.size * page.token_bytes < least:
+            page = cls.layer.page(2 * page.size)
+        return page
 
 
 class Tokens(AttentionMetadata):
@@ -261,12 +179,14 @@ class CodesAttention(AttentionImpl[Tokens]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
         for what, on in {
             "latent attention (MLA)": "kv_lora_rank" in others,
             "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
+            "a sliding window, which vLLM itself attends to with "
+            """--attention-config '{"backend_per_kind": {"full_attention": "CUSTOM"}}'""": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that share keys and values": kv_sharing_target_layer_name is not None,
             ", ".join(others): any(x is not None and x is not False for x in others.values()),
@@ -275,6 +195,7 @@ class CodesAttention(AttentionImpl[Tokens]):
                 raise UnsupportedModelError(f"codes in pages do not support {what}")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype, self._soft_cap = scale, kv_cache_dtype, logits_soft_cap or None
+        self.sinks = sinks
         self._config = get_current_vllm_config()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -286,13 +207,18 @@ class CodesAttention(AttentionImpl[Tokens]):
         recent = layers.make_rings()
         shape = recent.count, recent.length, 2, spec.num_kv_heads, spec.head_dim
         rings = torch.zeros(shape, dtype=dtype, device=layers.ranges.device)
-        self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
-        self._last = layers if layer_idx == len(layers.encoders) - 1 else None
+        self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap, self.sinks)
+        self._last = layers if layer_idx == max(layers.encoders) else None
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        self._page = cache(partial(Page, encoder, dtype, sinks=layers.sinks))
-        layer.attn_backend = type("LayerBackend", (layer.attn_backend,), {"page": staticmethod(self._page)})
+        self.page = cache(partial(Page, encoder, dtype, sinks=layers.sinks))
+        layer.attn_backend = type("LayerBackend", (layer.attn_backend,), {"layer": self})
+
+    @property
+    def beside(self) -> LayersBeside:
+        """What vLLM keeps of other layers."""
+        return layers_beside(self._config)
 
     def named_layer(self) -> tuple[str, Any]:
         """The layer of vLLM that this is in, and its name."""
@@ -325,7 +251,7 @@ class CodesAttention(AttentionImpl[Tokens]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        page, pages = self._page(kv_cache.shape[2]), kv_cache.view(len(kv_cache), -1)
+        page, pages = self.page(kv_cache.shape[2]), kv_cache.view(len(kv_cache), -1)
         self._attend(page, pages, attn_metadata.batch, query, key, value, output)
         if self._last is not None and (query.is_cpu or not attn_metadata.is_decode):
             self._last.check()

@@ -34,6 +34,10 @@ _FLAGS = {
 _OTHERS = {"engine", "model", "api_key_file", "no_store", "vllm_options"}
 _OTHERS |= {"method", "artifact", "recipe", "setting", "sink_length", "residual_length"}
 _CODES = {"--attention-backend": "CUSTOM", "--block-size": "512"}
+_CODES_BESIDE_WINDOWS = {
+    "--attention-config": '{"backend_per_kind": {"full_attention": "CUSTOM"}}',
+    "--block-size": "64",  # of windows, whose pages have as many bytes as those of several times as many codes
+}
 _OURS = {*_FLAGS.values(), "--api-key", "--model", "--served-model-name", "--attention-backend"}
 
 
@@ -93,8 +97,12 @@ def serve_command(values: Mapping[str, Any], choice: MethodChoice, reporter: Rep
     if folder is not None and str(folder) != name:
         flags["--served-model-name"] = name
     if not choice.is_baseline:
-        _check_codes(values, choice.for_pages(), folder)
-        flags |= {flag: value for flag, value in _CODES.items() if flag not in _flags_of(values)}
+        codes = _flags_of_codes(values, choice.for_pages(), folder)
+        if codes is _CODES_BESIDE_WINDOWS and version.startswith("0.26."):
+            raise UsageError(f"layers beside windows have codes in vLLM 0.31 to 0.33, not {version}")
+        if codes is _CODES_BESIDE_WINDOWS and "--attention-config" in _flags_of(values):
+            raise UsageError("kvcli says --attention-config to vLLM, for layers beside windows; omit it after --")
+        flags |= {flag: value for flag, value in codes.items() if flag not in _flags_of(values)}
     words = [first, str(folder or name), *(str(x) for pair in flags.items() for x in pair)]
     words += ["--enable-prompt-tokens-details", *values.get("vllm_options", ())]
     return ServeCommand(module, version, words, variables_of(choice, values.get("recipe")))
@@ -114,13 +122,15 @@ def _find_vllm() -> tuple[str, str, str]:
     return "vllm.entrypoints.openai.api_server", "--model", script.dist.version  # `vllm` wants a package of its name
 
 
-def _check_codes(values: Mapping[str, Any], choice: MethodChoice, folder: Path | None) -> None:
-    """Makes the codecs, as vLLM's processes do."""
+def _flags_of_codes(values: Mapping[str, Any], choice: MethodChoice, folder: Path | None) -> dict[str, str]:
+    """The flags of codes, when the codecs have been made, as vLLM's processes do it."""
     from kvcli.integrations.vllm.model import codecs_of
     from kvcli.models.checkpoint import read_config
+    from kvcli.spec import layer_kinds
 
-    config = read_config(folder or download_config(values["model"], values.get("model_revision")))
-    codecs_of(config.get_text_config(), choice, 1, None if folder is None else lambda: folder)
+    config = read_config(folder or download_config(values["model"], values.get("model_revision"))).get_text_config()
+    codecs_of(config, choice, 1, None if folder is None else lambda: folder)
+    return _CODES_BESIDE_WINDOWS if "sliding_attention" in layer_kinds(config) else _CODES
 
 
 def _flags_of(values: Mapping[str, Any]) -> set[str]:

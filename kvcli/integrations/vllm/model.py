@@ -20,7 +20,10 @@ from kvcli.models.fingerprint import fingerprint
 from kvcli.paged.pages import check_codecs, device_of
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.model import attention_of_config
-from kvcli.spec import ModelSpec
+from kvcli.spec import NO_ROPE, ModelSpec, layer_kinds
+
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "mamba", "conv"}
+"""Of layers, all but the first of which vLLM keeps as they are."""
 
 
 def codecs_of(
@@ -39,8 +42,8 @@ def codecs_of(
     """
     model, spec = skeleton(config), ModelSpec.from_config(config)
     whole, kv_heads, fitted = spec, spec.num_kv_heads, choice.artifact is not None
-    if spec.other_layers:
-        raise UnsupportedModelError("layers without full attention, such as a sliding window, have no codes in pages")
+    if others := {*layer_kinds(config)} - _KINDS:
+        raise UnsupportedModelError(f"layers of {min(others)} beside codes in pages are not supported")
     if ranks > 1 and not fitted:
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
     with_weights, with_biases = fitted or choice.recipe is not None, choice.named.get("key_offset") != "none"
@@ -61,11 +64,11 @@ def codecs_of(
             if codec.key_offset is not None:  # biases are of all heads
                 first = _rank() * kv_heads // ranks
                 codec.key_offset = codec.key_offset[first : first + spec.num_kv_heads]
-    if any(codec.needs_rotations for codec in codecs):
-        if spec.unrotated:
-            raise UnsupportedModelError("some layers of this model have no RoPE; choose a method that codes after RoPE")
-        return exact, codecs, rope_of(model)
-    return exact, codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
+    if spec.rope.rope_type == NO_ROPE or not any(codec.needs_rotations for codec in codecs):
+        return exact, codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
+    if spec.unrotated:
+        raise UnsupportedModelError("some layers of this model have no RoPE; choose a method that codes after RoPE")
+    return exact, codecs, rope_of(model)
 
 
 def _fitted_of_rank(exact: CacheConfig, codecs: list[LayerCodec], ranks: int) -> list[LayerCodec]:

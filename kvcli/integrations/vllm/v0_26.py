@@ -28,7 +28,8 @@ class CodesBackend(backend.CodesBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec of a page of codes, as keys of one head without values."""
-        return replace(spec, num_kv_heads=1, head_size=cls.token_bytes(spec), head_size_v=0, dtype=torch.uint8)
+        size = cls.page_of(spec.block_size).token_bytes
+        return replace(spec, num_kv_heads=1, head_size=size, head_size_v=0, dtype=torch.uint8)
 
 
 class CodesAttention(backend.CodesAttention):

@@ -12,7 +12,9 @@ import pytest
 import torch
 from chunks_made import decoded, real_chunks, stored_bytes
 from factories import FAMILIES, make_model, make_spec
+from families import make
 
+import kvcli
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ChunkError, ConfigError, KvcliError
@@ -77,6 +79,20 @@ def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any]
     rotation, expected = (x.rotation(positions, torch.float32) for x in (ours, Rope(model.model.rotary_emb)))
     assert torch.equal(rotation.cos, expected.cos)
     assert torch.equal(rotation.sin, expected.sin)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mistral"])
+def test_rope_is_that_of_layers_of_full_attention(family: str) -> None:
+    """As a session finds it in the model: of several kinds of layers, or with each pair's angle given once."""
+    model = make(family)
+    with kvcli.attach(model, "kivi-2") as session:
+        expected = session.seam.attention.rope
+        ours, positions = rope_of(skeleton(model.config)), torch.arange(500).unsqueeze(0)
+        assert (ours.layout, ours.arguments) == (expected.layout, expected.arguments)
+        pairs = zip(
+            *((x.cos, x.sin) for x in (y.rotation(positions, torch.float32) for y in (ours, expected))), strict=True
+        )
+        assert all(torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.request import urlopen
 
 import openai
@@ -18,6 +19,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from console import invoke, refused
 from factories import make_model
+from families import tiny_config
 from prometheus_client import Gauge
 
 from kvcli.serve.metrics import Metrics
@@ -83,6 +85,21 @@ def test_the_line_that_is_printed_does_what_is_run(method: str, stand_in: Path, 
     assert ("CUSTOM" in arguments) == (method != "fp16")
     for made in (called[2], environment):
         assert {x: y for x, y in made.items() if re.match("KVCLI_[MARS]|VLLM_API", x) and y} == variables
+
+
+def test_windows_are_left_to_vllm(stand_in: Path, tmp_path: Path) -> None:
+    """Which of vLLM's backends such layers have is not said."""
+    tiny_config("gemma3_text").save_pretrained(tmp_path / "gemma")
+    command = ["serve", str(tmp_path / "gemma"), "--engine", "vllm", "--port", "0", "--method", "kivi-2"]
+    ran: list[Any] = []
+    with patch("os.execve", lambda *call: (ran.append(call), sys.exit(0))):
+        invoke(*command)
+    ((_, arguments, _),) = ran
+    assert json.loads(arguments[arguments.index("--attention-config") + 1]) == {
+        "backend_per_kind": {"full_attention": "CUSTOM"}
+    }
+    assert "--attention-backend" not in arguments
+    assert "omit it after --" in refused(*command, "--", "--attention-config={}")
 
 
 def test_vllm_takes_the_place_of_the_process(stand_in: Path, folder: str) -> None:

@@ -209,8 +209,7 @@ def test_codes_of_heads_of_several_processes_are_refused_by_name(
 
 
 def test_other_layers_and_families_are_refused_by_name() -> None:
-    kinds = ["sliding_attention", "full_attention", "full_attention"]
-    with pytest.raises(UnsupportedModelError, match="such as a sliding window"):
-        codecs(make_model("mistral", sliding_window=32, layer_types=kinds), "rtn-4")
+    with pytest.raises(UnsupportedModelError, match="layers of chunked_attention beside codes in pages"):
+        codecs(make("llama4_text"), "rtn-4", sequence_offset="none")
     with pytest.raises(UnsupportedModelError, match="keys of model type 'glm' cannot be rotated back"):
         rope_of(skeleton(make("glm").config))

@@ -20,7 +20,7 @@ from families import make
 import kvcli
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.recipe import Recipe
-from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
+from kvcli.errors import ArtifactError, CacheError, KvcliError, UsageError
 from kvcli.registry import get_method, parse_method
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
@@ -283,15 +283,15 @@ def test_codecs_of_a_model_in_16_bits_are_those_of_a_session(
     name: str, settings: dict[str, Any], ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path
 ) -> None:
     """vLLM loads weights with their dtype as the default."""
-    from kvcli.integrations.vllm import backend
+    from kvcli.integrations.vllm.engine import engine_state
 
     artifact = tiny_artifact(get_method(name)) if name == "commvq" else None
     ask(name, artifact, **settings)
     with engine(saved(tiny_model.bfloat16(), tmp_path), dtype="bfloat16") as llm:
         assert len(answers(llm, prompts_of(tiny_model, 20))[0].tokens) == NEW_TOKENS
-        encoders = backend.engine_state(llm.llm_engine.vllm_config).encoders
+        encoders = engine_state(llm.llm_engine.vllm_config).encoders
     with session_of(tiny_model, name, artifact, **settings) as session:
-        for ours, codec in zip(encoders, session.codecs, strict=True):
+        for ours, codec in zip(encoders.values(), session.codecs, strict=True):
             torch.testing.assert_close(ours.codec.state_dict(), codec.state_dict(), rtol=0, atol=0)
 
 
@@ -334,10 +334,11 @@ def test_an_artifact_of_another_model_is_refused_at_start(
 def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     folder = saved(tiny_model, tmp_path)
     ask("rtn-4")
-    with pytest.raises(UsageError, match="kv_cache_dtype 'fp8'"), engine(folder, kv_cache_dtype="fp8"):
+    with pytest.raises(UsageError, match="kv_cache_dtype not supported"), engine(folder, kv_cache_dtype="fp8"):
         pass
-    for model, what in ((make_model("mistral", sliding_window=32), "a sliding window"), (make("deepseek_v2"), "MLA")):
-        with pytest.raises(UnsupportedModelError, match=what), engine(saved(model, tmp_path / what)):
+    windows = make_model("mistral", sliding_window=32)
+    for model, what in ((windows, "no layer attends to the whole context"), (make("deepseek_v2"), "MLA not supported")):
+        with pytest.raises(KvcliError, match=what), engine(saved(model, tmp_path / what[:3])):
             pass
 
 
@@ -424,7 +425,7 @@ def test_tokens_without_a_slot_are_not_stored(
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        *codes, sinks = layer.impl._page(32).views(layer.kv_cache.flatten(1))
+        *codes, sinks = layer.impl.page(32).views(layer.kv_cache.flatten(1))
         for side in codes:
             scale = side.tensors()["scale"]  # of a token or a group, never 0
             assert scale.any(3).any(1).nonzero().tolist() == written
@@ -443,7 +444,7 @@ def test_tokens_without_a_slot_are_not_stored(
     ],
 )
 def test_features_that_were_not_tried_are_refused_by_name(part: str, value: Any, what: str) -> None:
-    from kvcli.integrations.vllm.backend import check_engine
+    from kvcli.integrations.vllm.engine import check_engine
 
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
     config = SimpleNamespace(
@@ -499,7 +500,7 @@ def test_kernels_read_the_pages_of_a_batch(
 ) -> None:
     """In the interpreter; requests of one token each are one call."""
     from kvcli.attention.backend import choose_backend
-    from kvcli.integrations.vllm import backend
+    from kvcli.integrations.vllm import engine as state
 
     model = make_model("llama", head_dim=64, num_hidden_layers=2)
     ask(name, fitted(model, name, tmp_path) if name == "klt" else None, sink_length=4, residual_length=32)
@@ -517,7 +518,7 @@ def test_kernels_read_the_pages_of_a_batch(
 
         return dataclasses.replace(chosen, attend_codes=attend)
 
-    monkeypatch.setattr(backend, "choose_backend", fused)
+    monkeypatch.setattr(state, "choose_backend", fused)
     with engine(folder, block_size=64) as llm:
         found = answers(llm, prompts, 4)
     assert ((3, 1), 64) in batches

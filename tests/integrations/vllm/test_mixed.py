@@ -1,0 +1,159 @@
+"""Codes in the pages of layers of full attention, beside layers whose cache vLLM keeps."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_answers import PagedCache, check, prompts_of, session_of
+from engines import answers, engine, fitted, saved
+from families import make
+
+import kvcli
+from kvcli.errors import UnsupportedModelError
+
+pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
+
+SIZES = {
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}  # vLLM's own attention on a CPU has heads of 32 channels and more
+WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
+GRANITE = {"hidden_size": 256, "mamba_d_head": 64, "num_attention_heads": 4}
+"""A model with Mamba layers that vLLM has on a CPU, for prompts of one page."""
+
+
+def groups_of(llm: Any) -> dict[str, tuple[int, int]]:
+    """Tokens and bytes of the pages of each kind of layers."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return {type(x).__name__: (x.block_size, x.page_size_bytes) for x in specs}
+
+
+def pages_of(model: Any, name: str, **exact: int) -> Any:
+    """What makes caches that have codes as an engine has them, in layers of full attention."""
+    with kvcli.attach(model, name) as session:
+        codecs = {session.spec.in_model(layer_idx): codec for layer_idx, codec in enumerate(session.codecs)}
+    return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, config=model.config, **exact))
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("name", ["turboquant-3", "klt"])
+def test_windows_are_those_of_vllm(family: str, name: str, ask: Any, tmp_path: Path) -> None:
+    """Soft caps, sinks as logits and biases among them; prompts are read in chunks, and are longer than windows."""
+    model, settings = make(family, **SIZES), {} if name == "klt" else {"sequence_offset": "none"}
+    artifact = fitted(model, name, tmp_path) if name == "klt" else None
+    ask(name, artifact, **settings)
+    prompts = prompts_of(model, 20, 9, 70, 150)
+    with engine(saved(model, tmp_path), max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        found, pages = [answers(llm, [prompt])[0] for prompt in prompts], groups_of(llm)
+    with session_of(model, name, artifact, **settings) as session:
+        bits = max(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(model, session, prompt, answer, chunk=64)
+        if name == "turboquant-3":  # what klt loses here is too little to see
+            with pytest.raises(AssertionError):
+                check(model, session, prompts[3], found[3])
+    windows, codes = pages["SlidingWindowSpec"], pages["FullAttentionSpec"]
+    assert windows[1] == codes[1]  # as vLLM wants it
+    assert codes[0] / windows[0] in (4, 8, 16, 32)
+    assert codes[1] < 1.05 * codes[0] * bits / 8 + 16
+
+
+def test_sinks_recent_tokens_and_groups_beside_windows(ask: Any, tmp_path: Path) -> None:
+    model = make("gemma3_text", **SIZES)
+    ask("kivi-2", sink_length=2, residual_length=32)
+    prompts = prompts_of(model, 20, 33, 90, 150)
+    with engine(saved(model, tmp_path), block_size=32, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        alone = [answers(llm, [prompt], 40)[0] for prompt in prompts]
+        together = answers(llm, prompts, 40)
+    paged = pages_of(model, "kivi-2", sinks=2, residual=32)
+    for prompt, answer in zip(prompts, alone, strict=True):
+        check(model, paged, prompt, answer, chunk=64)
+    check(model, paged, prompts[0], together[0])
+    assert [len(answer.tokens) for answer in together] == [40] * len(prompts)
+
+
+def test_a_prefix_is_found_in_pages_of_both_kinds(ask: Any, tmp_path: Path) -> None:
+    model = make("gemma3_text", **SIZES)
+    ask("rtn-2", sequence_offset="none")
+    first, rest = prompts_of(model, 1100, 8)
+    with engine(saved(model, tmp_path), max_model_len=2048, max_num_batched_tokens=2048) as llm:
+        pages = groups_of(llm)["FullAttentionSpec"][0]
+        answers(llm, [first])
+        (warm,) = answers(llm, [first + rest])
+    hit = len(first) // pages * pages
+    assert hit
+    with session_of(model, "rtn-2", sequence_offset="none") as session:
+        check(model, session, first + rest, warm, chunks=[0, hit])
+        with pytest.raises(AssertionError):
+            check(model, session, first + rest, warm, chunk=2048)
+
+
+@pytest.mark.parametrize("name", ["rtn-4", "klt", "kivi-2"])
+def test_states_are_those_of_vllm(name: str, ask: Any, tmp_path: Path) -> None:
+    """Whose pages have as many tokens as those of codes."""
+    model = make("granitemoehybrid", **GRANITE)
+    artifact = fitted(model, name, tmp_path) if name == "klt" else None
+    settings = {"rtn-4": {"sequence_offset": "none"}, "kivi-2": {"residual_length": 32}}.get(name, {})
+    ask(name, artifact, **settings)
+    prompts = prompts_of(model, 20, 70, 100)
+    with engine(saved(model, tmp_path), max_model_len=128) as llm:
+        found, pages = answers(llm, prompts), groups_of(llm)
+    if name == "kivi-2":
+        paged = pages_of(model, name, residual=32)
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(model, paged, prompt, answer)
+    else:
+        with session_of(model, name, artifact, **settings) as session:
+            for prompt, answer in zip(prompts, found, strict=True):
+                check(model, session, prompt, answer)
+    assert pages["MambaSpec"] == pages["FullAttentionSpec"]
+
+
+def test_layers_of_states_that_have_large_pages(ask: Any, tmp_path: Path) -> None:
+    """Of Qwen3-Next, in bfloat16, which vLLM's kernels on a CPU need."""
+    model = make("qwen3_next", linear_key_head_dim=128, linear_value_head_dim=128, **SIZES).bfloat16()
+    ask("rtn-2", sequence_offset="none")
+    prompts = prompts_of(model, 20, 70)
+    with engine(saved(model, tmp_path), dtype="bfloat16", kv_cache_memory_bytes=2**24) as llm:
+        found, pages = answers(llm, prompts), groups_of(llm)
+    assert pages["MambaSpec"] == pages["FullAttentionSpec"]
+    assert pages["MambaSpec"][0] > 512
+    for prompt, answer in zip(prompts, found, strict=True):
+        with session_of(model, "rtn-2", sequence_offset="none") as session:
+            check(model, session, prompt, answer, atol=0.03)
+        with session_of(model, "rtn-8", sequence_offset="none") as other, pytest.raises(AssertionError):
+            check(model, other, prompt, answer, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama4_text", {}, "layers of chunked_attention"),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}, "layers that attend to what another one caches"),
+    ],
+)
+def test_layers_that_were_not_tried_are_refused_by_name(
+    family: str, changes: dict[str, Any], named: str, ask: Any, tmp_path: Path
+) -> None:
+    ask("turboquant-3", sequence_offset="none")
+    with pytest.raises(UnsupportedModelError, match=named), engine(saved(make(family, **SIZES, **changes), tmp_path)):
+        pass
+
+
+def test_a_window_with_codes_says_which_backend_it_needs() -> None:
+    """On a GPU, where `CUSTOM` is for all layers or for those of full attention."""
+    from kvcli.integrations.vllm.backend import CodesAttention, CodesBackend
+
+    assert CodesBackend.supports_sliding_window()
+    with pytest.raises(UnsupportedModelError, match=r"backend_per_kind.*full_attention.*CUSTOM"):
+        CodesAttention(4, 64, 1.0, sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="several"):
+        CodesAttention(4, 64, 1.0, several=True)
