@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
@@ -68,6 +69,18 @@ def test_a_document_is_read_once(run: Callable[..., str]) -> None:
     assert coded(first) > 0.8
 
 
+def run_notebook(name: str, **replaced: object) -> dict[str, Any]:
+    """The names of a notebook after a run with other values in place of its first cell of code."""
+    cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]
+    first, *others = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert first.startswith(", ".join(replaced) + " = ")
+    names = dict(replaced)
+    for cell in others:
+        exec(compile(cell, name, "exec"), names)
+    assert all(cell["outputs"] for cell in cells if any("print(" in line for line in cell["source"]))
+    return names
+
+
 @pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="it is written for transformers 5.24 and newer")
 def test_a_notebook_compares_methods(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -75,18 +88,27 @@ def test_a_notebook_compares_methods(
     """Cell after cell, of other models and methods; its outputs are those of a run."""
     pytest.importorskip("vl_convert", reason="the plot needs kvcli[report]")
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(SVG=str))
-    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
-    first, *others = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert first.startswith("MODEL, METHODS = ")
     monkeypatch.chdir(tmp_path)
-    names = {"MODEL": model, "METHODS": ["fp8", "kivi-4", "rtn-2"]}
-    for cell in others:
-        exec(compile(cell, "quickstart.ipynb", "exec"), names)
-    kl = {row["method"]: row["kl"] for row in names["rows"]}  # type: ignore[attr-defined]
+    names = run_notebook("quickstart", MODEL=model, METHODS=["fp8", "kivi-4", "rtn-2"])
+    kl = {row["method"]: row["kl"] for row in names["rows"]}
     assert 0 < kl["fp8"] < kl["rtn-2"]
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[:3]] == [*kl]
-    assert all(cell["outputs"] for cell in cells if any("print(" in line for line in cell["source"]))
+
+
+def test_a_notebook_puts_documents_side_by_side(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says of the second run of a cell is so."""
+    monkeypatch.chdir(tmp_path)
+    for read in (True, False):
+        names = run_notebook("library", MODEL=model, METHOD="fp16", TOKENS=300)
+        printed = capsys.readouterr().out
+        assert [int(x) > 300 for x in re.findall(r"(\d+) tokens read", printed)] == [read] * 3
+        sizes = {int(x) for x in re.findall(r"(\d+) tokens side by side", printed)}
+        assert len(re.findall("side by side", printed)) == 6
+        assert min(sizes) > 600
+        assert [*names["library"].documents()] == [*names["texts"]]
 
 
 def test_a_conversation_is_resumed(run: Callable[..., str], tmp_path: Path) -> None:

@@ -116,9 +116,10 @@ def test_a_full_disk_ends_no_engine(engines: Any, chunks: Any, monkeypatch: pyte
     assert None not in engine.read(3)  # of the CPU tier
 
 
-def test_other_methods_models_and_chunk_lengths_find_nothing(engines: Any, chunks: Any, tmp_path: Path) -> None:
+def test_other_methods_models_dtypes_and_chunk_lengths_find_nothing(engines: Any, chunks: Any, tmp_path: Path) -> None:
     engines().write(chunks)
-    for changes in ({"method": "kivi-4"}, {"exact_tokens": 2}, {"settings": {"group_size": 16}}):
+    other_dtype = {"config": {"dtype": "bfloat16"}, "page_bytes": 2 * HEADS * PAGE * DIM * 2}
+    for changes in ({"method": "kivi-4"}, {"exact_tokens": 2}, {"settings": {"group_size": 16}}, other_dtype):
         assert engines(**changes).read(3) == [None] * 3
     make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7e4}).config.save_pretrained(
         tmp_path / "b"
@@ -266,6 +267,18 @@ def test_a_job_that_fails_is_told_and_ends_no_engine(
         assert other.tier.lookup(keys_of(1)[0], asked) in (LookupResult.RETRY, LookupResult.MISS)
         other.tier._lookups.flush()
     assert not list(other.tier.get_finished_jobs())
+
+
+def test_chunks_of_a_load_that_fails_are_computed(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they are there."""
+    engines().write(chunks)
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    engine = engines()
+    monkeypatch.setattr(type(engine.tier.groups[0]), "decode", broken)
+    assert engine.read(3) == [None] * 3
 
 
 def test_chunks_that_are_used_stay(engines: Any, chunks: Any) -> None:
