@@ -6,7 +6,8 @@ model.py        the codecs of the model that vLLM loads
 engine.py       what its layers have in common
 backend.py      the attention backend: bytes of a page, writing and reading codes, attention
 beside.py       layers beside these, which vLLM keeps
-cpu.py, v0_26.py  what differs on a CPU, and in vLLM 0.26
+platform.py     which layers get codes
+v0_26.py        what differs in vLLM 0.26
 
 tier.py         beside that: a tier of codes for vLLM's own cache and its offloading
 groups.py       chunks of a group of layers as bytes and back
@@ -47,7 +48,6 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         raise UsageError(f"codes in pages need {NEEDED}, which lay them out: {error}") from error
     register_backend(AttentionBackendEnum.CUSTOM, f"kvcli.integrations.vllm.{module}.CodesBackend")
-    if current_platform.is_cpu():
-        from kvcli.integrations.vllm.cpu import choose_codes
+    from kvcli.integrations.vllm.platform import choose_codes
 
-        choose_codes(type(current_platform))
+    choose_codes(type(current_platform), is_cpu=current_platform.is_cpu())

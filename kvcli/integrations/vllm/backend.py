@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -24,9 +24,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvcli.errors import UnsupportedModelError
-from kvcli.integrations.vllm.beside import LEAST_TOKENS, LayersBeside, layers_beside
+from kvcli.integrations.vllm.beside import LEAST_TOKENS, LayersBeside, layers_beside, tokens_beside
 from kvcli.integrations.vllm.engine import EngineState, engine_state
-from kvcli.paged.attention import Page, PagedAttention
+from kvcli.paged.attention import PagedAttention
 from kvcli.paged.batch import Batch, most_rows
 from kvcli.paged.rings import ResidualRings
 
@@ -62,29 +62,23 @@ class CodesBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(cls, spec: Any = None) -> list[int | MultipleOf]:
         """Beside layers of states, which vLLM then gives pages of as many tokens: prefixes are whole pages of both."""
         has_states = cls.layer is not None and cls.layer.beside.has_states
-        return [MultipleOf(cls.page_of(LEAST_TOKENS).size if has_states else 1)]
+        return [MultipleOf(cls.page_tokens(LEAST_TOKENS) if has_states else 1)]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec of a page of codes; vLLM asks for that of one token, too, to know its bytes."""
-        if type(spec) is not FullAttentionSpec:
+        if type(spec) is not FullAttentionSpec or cls.layer is None:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
-        page = cls.page_of(LEAST_TOKENS if spec.block_size == 1 else spec.block_size)
-        size = 1 if spec.block_size == 1 else page.size
-        return replace(spec, block_size=size, num_head_slots=1, state_content_bytes=page.token_bytes, dtype=torch.uint8)
+        is_question = spec.block_size == 1 and cls.layer.block_size > 1
+        size = cls.page_tokens(LEAST_TOKENS if is_question else spec.block_size)
+        given = {"block_size": 1 if is_question else size, "state_content_bytes": cls.layer.token_bytes(size)}
+        return replace(spec, num_head_slots=1, dtype=torch.uint8, **given)
 
     @classmethod
-    def page_of(cls, tokens: int) -> Page:
-        """A page of codes of so many tokens, or of more, until it is as large as those of layers that vLLM keeps.
-
-        vLLM gives all layers of a model pages of the same number of bytes, and pads smaller ones.
-        """
-        if cls.layer is None:
-            raise UnsupportedModelError("this model's layers have no codes in pages")
-        page, least = cls.layer.page(tokens), cls.layer.beside.nbytes
-        while page.size * page.token_bytes < least:
-            page = cls.layer.page(2 * page.size)
-        return page
+    def page_tokens(cls, least: int) -> int:
+        """Tokens of a page: as many as asked for, or, beside layers that vLLM keeps, `tokens_beside`."""
+        assert cls.layer is not None
+        return tokens_beside(cls.layer.least_tokens(least), cls.layer.token_bytes, cls.layer.beside)
 
 
 class Tokens(AttentionMetadata):
@@ -202,6 +196,8 @@ class CodesAttention(AttentionImpl[Tokens]):
         """Finds the layer's codecs, and tells vLLM the bytes of its tokens."""
         name, layer = self.named_layer()
         layers, layer_idx = engine_state(self._config), extract_layer_index(name)
+        if layer_idx not in layers.encoders:
+            raise UnsupportedModelError(f"{name} attends to the whole context here, but not by the model's config")
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
         recent = layers.make_rings()
@@ -212,13 +208,29 @@ class CodesAttention(AttentionImpl[Tokens]):
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        self.page = cache(partial(Page, encoder, dtype, sinks=layers.sinks))
+        self.page = partial(layers.page, encoder)
         layer.attn_backend = type("LayerBackend", (layer.attn_backend,), {"layer": self})
 
     @property
     def beside(self) -> LayersBeside:
         """What vLLM keeps of other layers."""
         return layers_beside(self._config)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of vLLM's own pages."""
+        return int(self._config.cache_config.block_size)
+
+    def least_tokens(self, asked: int) -> int:
+        """Beside other layers, pages have room for sinks and for a group of keys."""
+        layers = engine_state(self._config)
+        needed = max(layers.sinks, layers.group) if self.beside.nbytes else 0
+        return asked << (max(1, -(-needed // asked)) - 1).bit_length()
+
+    def token_bytes(self, size: int) -> int:
+        """Bytes of a token in pages of `size`; beside other layers, in those of the layer with the largest."""
+        pages = engine_state(self._config).pages(size) if self.beside.nbytes else [self.page(size)]
+        return max(page.token_bytes for page in pages)
 
     def named_layer(self) -> tuple[str, Any]:
         """The layer of vLLM that this is in, and its name."""

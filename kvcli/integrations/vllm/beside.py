@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
@@ -29,6 +30,22 @@ def layers_beside(config: VllmConfig) -> LayersBeside:
         max((spec.page_size_bytes for spec in specs if spec is not None), default=0),
         any(isinstance(x, MambaBase) for x in kept),
     )
+
+
+def tokens_beside(least: int, token_bytes: Callable[[int], int], beside: LayersBeside) -> int:
+    """Tokens of a page of codes, `least` times a power of two: those with which the smaller pages are padded least.
+
+    vLLM gives all layers of a model pages of the same number of bytes. Pages of codes are as large as those of states,
+    which vLLM pads alone.
+    """
+    size = least
+    if not beside.nbytes:
+        return size
+    while 2 * size * token_bytes(2 * size) <= beside.nbytes:
+        size *= 2
+    nbytes, larger = size * token_bytes(size), 2 * size * token_bytes(2 * size)
+    is_better = beside.has_states or larger * nbytes < beside.nbytes**2
+    return 2 * size if nbytes < beside.nbytes and is_better else size
 
 
 def _state(layer: Any) -> MambaSpec:

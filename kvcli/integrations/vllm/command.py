@@ -97,9 +97,7 @@ def serve_command(values: Mapping[str, Any], choice: MethodChoice, reporter: Rep
     if folder is not None and str(folder) != name:
         flags["--served-model-name"] = name
     if not choice.is_baseline:
-        codes = _flags_of_codes(values, choice.for_pages(), folder)
-        if codes is _CODES_BESIDE_WINDOWS and version.startswith("0.26."):
-            raise UsageError(f"layers beside windows have codes in vLLM 0.31 to 0.33, not {version}")
+        codes = _flags_of_codes(values, choice.for_pages(), folder, version)
         if codes is _CODES_BESIDE_WINDOWS and "--attention-config" in _flags_of(values):
             raise UsageError("kvcli says --attention-config to vLLM, for layers beside windows; omit it after --")
         flags |= {flag: value for flag, value in codes.items() if flag not in _flags_of(values)}
@@ -122,7 +120,9 @@ def _find_vllm() -> tuple[str, str, str]:
     return "vllm.entrypoints.openai.api_server", "--model", script.dist.version  # `vllm` wants a package of its name
 
 
-def _flags_of_codes(values: Mapping[str, Any], choice: MethodChoice, folder: Path | None) -> dict[str, str]:
+def _flags_of_codes(
+    values: Mapping[str, Any], choice: MethodChoice, folder: Path | None, version: str
+) -> dict[str, str]:
     """The flags of codes, when the codecs have been made, as vLLM's processes do it."""
     from kvcli.integrations.vllm.model import codecs_of
     from kvcli.models.checkpoint import read_config
@@ -130,7 +130,10 @@ def _flags_of_codes(values: Mapping[str, Any], choice: MethodChoice, folder: Pat
 
     config = read_config(folder or download_config(values["model"], values.get("model_revision"))).get_text_config()
     codecs_of(config, choice, 1, None if folder is None else lambda: folder)
-    return _CODES_BESIDE_WINDOWS if "sliding_attention" in layer_kinds(config) else _CODES
+    kinds = layer_kinds(config)
+    if {*kinds} != {"full_attention"} and version.startswith(VERSIONS[0]):
+        raise UsageError(f"layers beside windows and states have codes in vLLM 0.31 to 0.33, not {version}")
+    return _CODES_BESIDE_WINDOWS if "sliding_attention" in kinds else _CODES
 
 
 def _flags_of(values: Mapping[str, Any]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UsageError
 from kvcli.integrations.vllm.environment import ARTIFACT, METHOD, choice_of_environment
 from kvcli.integrations.vllm.model import codecs_of
+from kvcli.paged.attention import Page
 from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.rings import RESIDUAL_LENGTH, ResidualRings
 from kvcli.spec import ModelSpec
@@ -79,7 +80,12 @@ class EngineState:
         self.rings = list[ResidualRings]()
         self.tokens: AttentionMetadata | None = None  # of the last pass
         self.num_heads = codecs[0].key.spec.num_heads
+        self.page = cache(lambda encoder, size: Page(encoder, model.dtype, size, self.sinks))
         self._passes = 0
+
+    def pages(self, size: int) -> list[Page]:
+        """How all layers lay out pages of so many tokens."""
+        return [self.page(encoder, size) for encoder in self.encoders.values()]
 
     def check(self) -> None:
         """CacheError: numbers of the passes so far exceed the range of the codes, or exact keys are lost."""

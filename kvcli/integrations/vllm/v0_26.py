@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from kvcli.errors import UnsupportedModelError
 from kvcli.integrations.vllm import backend
 
 
@@ -28,7 +29,9 @@ class CodesBackend(backend.CodesBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec of a page of codes, as keys of one head without values."""
-        size = cls.page_of(spec.block_size).token_bytes
+        if type(spec) is not FullAttentionSpec or cls.layer is None or cls.layer.beside.nbytes:
+            raise UnsupportedModelError("models with layers of several kinds have no codes in the pages of vLLM 0.26")
+        size = cls.layer.token_bytes(spec.block_size)
         return replace(spec, num_kv_heads=1, head_size=size, head_size_v=0, dtype=torch.uint8)
 
 

@@ -13,7 +13,7 @@ from engines import answers, engine, fitted, saved
 from families import make
 
 import kvcli
-from kvcli.errors import UnsupportedModelError
+from kvcli.errors import KvcliError, UnsupportedModelError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
 with warnings.catch_warnings():
@@ -63,7 +63,9 @@ def test_windows_are_those_of_vllm(family: str, name: str, ask: Any, tmp_path: P
     windows, codes = pages["SlidingWindowSpec"], pages["FullAttentionSpec"]
     assert windows[1] == codes[1]  # as vLLM wants it
     assert codes[0] / windows[0] in (4, 8, 16, 32)
-    assert codes[1] < 1.05 * codes[0] * bits / 8 + 16
+    plain = windows[0] * 2 * 2 * 64 * 4
+    assert codes[1] == max(plain, -(-int(codes[0] * bits / 8) // codes[0]) * codes[0])
+    assert codes[1] < 1.42 * min(plain, codes[0] * bits / 8)
 
 
 def test_sinks_recent_tokens_and_groups_beside_windows(ask: Any, tmp_path: Path) -> None:
@@ -133,19 +135,105 @@ def test_layers_of_states_that_have_large_pages(ask: Any, tmp_path: Path) -> Non
             check(model, other, prompt, answer, atol=0.03)
 
 
+def test_layers_of_unequal_bits_have_pages_of_one_kind(ask: Any, tmp_path: Path) -> None:
+    model, bits = make("gemma3_text", **SIZES), [2, 8]
+    ask("rtn", sequence_offset="none", k_bits=bits, v_bits=4, sink_length=100)
+    prompts = prompts_of(model, 20, 150)
+    with engine(saved(model, tmp_path), block_size=64) as llm:
+        config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        found = answers(llm, prompts)
+    assert len(config.kv_cache_groups) == 2
+    exact = {"sink_length": 100, "residual_length": 0, "flush_block": 1}
+    with kvcli.attach(model, "rtn", sequence_offset="none", k_bits=bits, v_bits=4, **exact) as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(model, session, prompt, answer)
+
+
+def test_states_beside_many_sinks(ask: Any, tmp_path: Path) -> None:
+    model = make("granitemoehybrid", **GRANITE)
+    ask("rtn-4", sequence_offset="none", sink_length=150)
+    with engine(saved(model, tmp_path), max_model_len=256, block_size=16) as llm:
+        (found,), pages = answers(llm, prompts_of(model, 200)), groups_of(llm)
+    assert pages["MambaSpec"] == pages["FullAttentionSpec"]
+    assert pages["MambaSpec"][0] == 256
+    exact = {"sink_length": 150, "residual_length": 0, "flush_block": 1}
+    with kvcli.attach(model, "rtn-4", sequence_offset="none", **exact) as session:
+        check(model, session, prompts_of(model, 200)[0], found)
+
+
+def test_pages_are_as_large_as_those_beside_them() -> None:
+    """By powers of two, with the least padding; those of states are padded alone."""
+    from kvcli.integrations.vllm.beside import LayersBeside, tokens_beside
+
+    def tokens(least: int, nbytes: int, has_states: bool = False) -> int:
+        return tokens_beside(least, lambda size: 10, LayersBeside(nbytes, has_states))
+
+    assert tokens(16, 0) == 16
+    assert tokens(512, 640) == 512
+    assert tokens(16, 640) == 64
+    assert (tokens(16, 900), tokens(16, 910)) == (64, 128)  # of 640 and 1280 bytes
+    assert (tokens(16, 641, True), tokens(16, 640, True)) == (128, 64)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
         ("llama4_text", {}, "layers of chunked_attention"),
         ("gemma3n_text", {"num_kv_shared_layers": 2}, "layers that (share|attend to what another one caches)"),
+        ("mistral", {"sliding_window": 8}, "no layer attends to the whole context"),
     ],
 )
 def test_layers_that_were_not_tried_are_refused_by_name(
     family: str, changes: dict[str, Any], named: str, ask: Any, tmp_path: Path
 ) -> None:
+    """Also after an engine for which vLLM has chosen backends."""
     ask("turboquant-3", sequence_offset="none")
+    with engine(saved(make("gemma3_text", **SIZES), tmp_path / "first")):
+        pass
     with pytest.raises(UnsupportedModelError, match=named), engine(saved(make(family, **SIZES, **changes), tmp_path)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"disable_sliding_window": True}, "layers.0.* attends to the whole context here"),
+        ({"block_size": 1}, "1 tokens"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused_at_start(
+    options: dict[str, Any], named: str, ask: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    ask("turboquant-3", sequence_offset="none")
+    model = tiny_model if "block_size" in options else make("gemma3_text", **SIZES)
+    with pytest.raises(KvcliError, match=named), engine(saved(model, tmp_path), **{"max_model_len": 8, **options}):
+        pass
+
+
+def test_codes_that_nobody_computes_are_refused(ask: Any) -> None:
+    """On a GPU, where vLLM has to be told which layers have them."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvcli.integrations.vllm.platform import choose_codes
+
+    checked: list[Any] = []
+    platform: Any = type("Platform", (), {"check_and_update_config": staticmethod(checked.append)})
+    for _ in range(2):
+        choose_codes(platform, is_cpu=False)
+    model = SimpleNamespace(hf_text_config=make("gemma3_text").config)
+
+    def config(**attention: Any) -> Any:
+        return SimpleNamespace(model_config=model, attention_config=SimpleNamespace(**attention))
+
+    codes, other = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLASH_ATTN
+    right = [config(backend=codes, backend_per_kind={}), config(backend=None, backend_per_kind={"full": codes})]
+    ask("kivi-2", residual_length=32)
+    for each in (*right, SimpleNamespace(model_config=None)):
+        platform.check_and_update_config(each)
+    assert checked[:2] == right
+    with pytest.raises(UsageError, match="say --attention-backend CUSTOM"):
+        platform.check_and_update_config(config(backend=other, backend_per_kind={}))
+    assert len(checked) == 3
 
 
 def test_a_window_with_codes_says_which_backend_it_needs() -> None:
