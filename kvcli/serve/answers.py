@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ class Answer:
         parser: see `response_parser`.
         prompt: the tokens before the answer, of which its text depends.
         send: called with the pieces of new tokens, as few as they can be.
+        reasoning_tokens: those after which what was sent so far ends with reasoning.
         finish_reason: why it ended; None before.
     """
 
@@ -58,12 +60,14 @@ class Answer:
     send: Callable[[Piece], None]
     prompt: Sequence[int] = ()
     num_tokens: int = 0
+    reasoning_tokens: int = 0
     finish_reason: str | None = None
     _held: str = ""
     _num_calls: int = 0
     _pieces: list[Piece] = field(default_factory=list)
     _unparsed: str = ""
     _end: str = ""
+    _kind: str = ""
     _text: Detokenizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,7 @@ class Answer:
                 self._add(self._text.add([token]))
             if self.finish_reason is None and (ended or is_over or self.num_tokens >= self.max_tokens):
                 self._finish("stop" if ended or is_over else "length")
+            self.reasoning_tokens += self._kind == "reasoning_content"
         for piece in self._pieces:
             self.send(piece)
         self._pieces.clear()
@@ -152,6 +157,7 @@ class Answer:
     def _piece(self, kind: str, text: str) -> None:
         """Appends text to the last piece if both are of one kind."""
         if text:
+            self._kind = kind
             before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
             self._pieces.append((kind, before + text))
 
@@ -163,11 +169,15 @@ class Form:
     Attributes:
         id: of the request.
         chat: whether messages are answered, or a text is continued.
+        count: answers to the request.
+        include_usage: whether a stream ends with the number of tokens.
     """
 
     id: str
     model: str
     chat: bool
+    count: int = 1
+    include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[tuple[Sequence[Piece], str]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +195,24 @@ class Form:
         logprobs = [x for kind, entries in pieces if kind == "logprobs" for x in entries]
         return self._choice({"message": message}, text, logprobs, finish_reason, index)
 
+    def begin(self) -> Iterator[str]:
+        """The first events of a stream."""
+        yield from (event(self.chunk(None, index=index)) for index in range(self.count if self.chat else 0))
+
+    def add(self, piece: Piece | None, reason: str | None, index: int) -> Iterator[str]:
+        """The events of a piece of an answer; None: of its end."""
+        yield event(self.chunk(piece, reason, index))
+
+    def end(self, usage: dict[str, Any]) -> Iterator[str]:
+        """The last events."""
+        if self.include_usage:
+            yield event(self.chunk(None) | {"choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: dict[str, Any]) -> str:
+        """The event of an error."""
+        return event(error)
+
     def chunk(self, piece: Piece | None, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
         """An event of a stream: a piece of an answer; without one its beginning, or its end."""
         start: Piece = ("content", "")
@@ -196,10 +224,6 @@ class Form:
         delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
         choice = self._choice({"delta": delta}, value, logprobs, finish_reason, index)
         return self._body("chat.completion.chunk", [choice])
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event of a stream that says how many tokens there were."""
-        return self.chunk(None) | {"choices": [], "usage": usage}
 
     def _choice(
         self, said: dict[str, Any], text: Any, logprobs: list[Any], finish_reason: str | None, index: int
@@ -222,6 +246,11 @@ class Form:
         return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
 
 
+def event(value: dict[str, Any], name: str | None = None) -> str:
+    """A server-sent event, in ASCII: clients split lines at more characters than at these."""
+    return f"{f'event: {name}' + chr(10) if name else ''}data: {json.dumps(value)}\n\n"
+
+
 def usage_of(prompt_tokens: int, cached: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """How many tokens a request had, and how many of the prompt's were not read again."""
     made = sum(answer.num_tokens for answer in answers)
@@ -230,4 +259,5 @@ def usage_of(prompt_tokens: int, cached: int, answers: Sequence[Answer]) -> dict
         "completion_tokens": made,
         "total_tokens": prompt_tokens + made,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import re
 import secrets
 from array import array
@@ -33,6 +32,7 @@ from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.grammar import JsonGrammars
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
+from kvcli.serve.responses import ResponseForm, ResponsesBody
 from kvcli.text.document import around
 from kvcli.text.library import documents_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
@@ -74,6 +74,7 @@ class Server:
         routes = [
             self._route("/v1/chat/completions", self._chat, "POST"),
             self._route("/v1/completions", self._complete, "POST"),
+            self._route("/v1/responses", self._respond, "POST"),
             self._route("/v1/models", self._models),
             self._route("/v1/models/{name:path}", self._models),
             self._route("/v1/contexts", self._contexts),
@@ -127,7 +128,15 @@ class Server:
         return bytes(body)
 
     async def _chat(self, request: Request, owner: str) -> Response:
-        body = parse(await self._body(request), ChatBody, self.name)
+        return await self._answer_chat(request, owner, parse(await self._body(request), ChatBody, self.name))
+
+    async def _respond(self, request: Request, owner: str) -> Response:
+        body = parse(await self._body(request), ResponsesBody, self.name)
+        return await self._answer_chat(request, owner, body.chat(self.name), ResponseForm(body, self.name))
+
+    async def _answer_chat(
+        self, request: Request, owner: str, body: ChatBody, form: ResponseForm | None = None
+    ) -> Response:
         tools = body.tools if body.tool_choice != "none" else None
         messages, loaded = [message.plain() for message in body.messages], self.loaded
 
@@ -143,7 +152,7 @@ class Server:
 
         param = "documents" if body.documents else "messages"
         ids, parsers, documents = await self._in_tokenizer_thread(read, param)
-        return await self._answer(request, body, ids, owner, parsers, documents)
+        return await self._answer(request, body, ids, owner, parsers, documents, form)
 
     def _documents(self, body: ChatBody, question: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """Token ids of documents and a question about them, and the names of their contexts."""
@@ -187,6 +196,7 @@ class Server:
         owner: str,
         parsers: Sequence[Any] = (),
         documents: tuple[str, ...] = (),
+        form: ResponseForm | None = None,
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
         ids, count, limit, chat = ids.cpu(), ids.shape[1], self.max_model_len, isinstance(body, ChatBody)
@@ -205,7 +215,8 @@ class Server:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
+        named = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        written = form or Form(named, self.name, chat, body.n, body.stream_options.include_usage)
         ends, prompt, jobs = self.loaded.end_tokens, ids[0].tolist(), list[Job]()
         for index in range(body.n):
             parser, grammar = (x[index] if x else None for x in (parsers, grammars))
@@ -221,7 +232,7 @@ class Server:
             _cancel(jobs)
             raise
         if body.stream:
-            stream = self._stream(jobs, form, _stream_pieces(events, body.n), body.stream_options.include_usage)
+            stream = self._stream(jobs, written, _stream_pieces(events, body.n))
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
         watching = asyncio.ensure_future(_cancel_without_client(request, jobs))
         pieces: list[list[Piece]] = [[] for _ in jobs]
@@ -233,23 +244,23 @@ class Server:
             _cancel(jobs)
             watching.cancel()
         answers = [(made, str(job.answer.finish_reason)) for made, job in zip(pieces, jobs, strict=True)]
-        return JSONResponse(form.whole(answers, _usage(jobs)), headers=self.headers)
+        return JSONResponse(written.whole(answers, _usage(jobs)), headers=self.headers)
 
     async def _stream(
-        self, jobs: Sequence[Job], form: Form, pieces: AsyncIterator[tuple[int, Piece | None]], usage: bool
+        self, jobs: Sequence[Job], form: Form | ResponseForm, pieces: AsyncIterator[tuple[int, Piece | None]]
     ) -> AsyncIterator[str]:
         """Server-sent events of answers; the work stops when the client goes away."""
         try:
-            for index in range(len(jobs)) if form.chat else ():
-                yield _event(form.chunk(None, index=index))
+            for event in form.begin():
+                yield event
             async for index, piece in pieces:
                 reason = jobs[index].answer.finish_reason if piece is None else None
-                yield _event(form.chunk(piece, reason, index))
-            if usage:
-                yield _event(form.usage_chunk(_usage(jobs)))
-            yield "data: [DONE]\n\n"
+                for event in form.add(piece, reason, index):
+                    yield event
+            for event in form.end(_usage(jobs)):
+                yield event
         except ApiError as error:
-            yield _event(error.to_dict())
+            yield form.failed(error.to_dict())
         finally:
             _cancel(jobs)
 
@@ -308,10 +319,6 @@ async def _stream_pieces(events: asyncio.Queue[Event], count: int) -> AsyncItera
             raise api_error(event) from event
         count -= event is None
         yield index, event
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"  # in ASCII: clients split lines at more characters than at these
 
 
 def _cancel(jobs: Sequence[Job]) -> None:

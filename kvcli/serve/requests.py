@@ -80,7 +80,8 @@ class ToolCall(Fields, extra="ignore"):
     function: Function
 
 
-def _parts(content: Any) -> Any:
+def as_parts(content: Any) -> Any:
+    """The parts of a message's content, which can be one text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -88,7 +89,7 @@ class Message(Fields):
     """A message, of which all content is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(_parts)] = []
+    content: Annotated[list[Part], BeforeValidator(as_parts)] = []
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -121,7 +122,7 @@ def _stops(stop: Any) -> Any:
     return stops
 
 
-def _only(served: Any) -> AfterValidator:
+def only(served: Any) -> AfterValidator:
     """Refuses other values than this one, because nothing else is done."""
 
     def check(value: Any) -> Any:
@@ -165,7 +166,13 @@ class ResponseFormat(Fields):
         return self
 
 
-class Body(Fields):
+class OfModel(Fields):
+    """A request to the model that is served, which it may name."""
+
+    model: str | None = None
+
+
+class Body(OfModel):
     """What completions and chat completions have in common.
 
     Attributes:
@@ -174,7 +181,6 @@ class Body(Fields):
 
     default_limit: ClassVar[int]
 
-    model: str | None = None
     max_tokens: Count | None = None
     temperature: float = Field(default=0.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -188,9 +194,9 @@ class Body(Fields):
     user: Any = None
     metadata: Any = None
     n: int = Field(default=1, ge=1, le=8)
-    frequency_penalty: Annotated[float, _only(0)] = 0.0
-    presence_penalty: Annotated[float, _only(0)] = 0.0
-    logit_bias: Annotated[dict[str, Any], _only({})] = {}
+    frequency_penalty: Annotated[float, only(0)] = 0.0
+    presence_penalty: Annotated[float, only(0)] = 0.0
+    logit_bias: Annotated[dict[str, Any], only({})] = {}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How tokens are chosen: the most probable ones, unless a temperature is asked for."""
@@ -217,8 +223,8 @@ class CompletionBody(Body):
 
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    best_of: Annotated[int, _only(1)] = 1
-    echo: Annotated[bool, _only(False)] = False
+    best_of: Annotated[int, only(1)] = 1
+    echo: Annotated[bool, only(False)] = False
     suffix: Literal[""] = ""
 
     def num_logprobs(self) -> int | None:
@@ -241,11 +247,11 @@ class ChatBody(Body):
     tools: list[dict[str, Any]] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
-    parallel_tool_calls: Annotated[bool, _only(True)] = True
+    parallel_tool_calls: Annotated[bool, only(True)] = True
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat = ResponseFormat(type="text")
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: Annotated[list[str], _only(["text"])] = ["text"]
+    modalities: Annotated[list[str], only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     library: str | None = None
     documents: list[str] = Field(default=[], max_length=256, validate_default=True)
@@ -283,7 +289,7 @@ class ChatBody(Body):
         return value
 
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=OfModel)
 
 
 def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,9 +303,11 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     made.feed([*ids(text), END])
     usage = usage_of(7, 5, [made])
     body = form.whole([(pieces, str(made.finish_reason))], usage)
-    events = [form.chunk(piece) for piece in pieces]
-    events = [*([form.chunk(None)] if form.chat else []), *events, form.chunk(None, finish_reason=made.finish_reason)]
-    events.append(form.usage_chunk(usage))
+    form = replace(form, include_usage=True)
+    told = [*form.begin(), *(x for piece in pieces for x in form.add(piece, None, 0))]
+    told += [*form.add(None, made.finish_reason, 0), *form.end(usage)]
+    assert told.pop() == "data: [DONE]\n\n"
+    events = [json.loads(event.removeprefix("data: ")) for event in told]
     if not form.chat:
         whole = Completion.model_validate(json.loads(json.dumps(body)))
         assert whole.choices[0].text == text
@@ -328,6 +331,8 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     assert chat.usage is not None
     assert chat.usage.prompt_tokens_details is not None
     assert (chat.usage.total_tokens, chat.usage.prompt_tokens_details.cached_tokens) == (7 + made.num_tokens, 5)
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert (0 < thought < len("<think>Hm.</think>")) == (parsed and "<think>" in text)
     assert chunks[-2].choices[0].finish_reason == chat.choices[0].finish_reason == made.finish_reason
     assert {chunk.id for chunk in chunks} == {chat.id}
     found: Any = message.model_extra

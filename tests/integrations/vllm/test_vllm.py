@@ -219,7 +219,6 @@ def test_layers_of_vllm_0_26_ask_no_backend(
     """The layers of the vLLM that is installed answer here as those of 0.26 do."""
     import vllm
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention import selector
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     def spec_of(layer: Any, config: Any) -> Any:
@@ -230,8 +229,6 @@ def test_layers_of_vllm_0_26_ask_no_backend(
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", spec_of)
     monkeypatch.setattr(vllm, "__version__", "0.26.0")
-    uncached = selector._cached_get_attn_backend.__wrapped__
-    monkeypatch.setattr(selector, "_cached_get_attn_backend", uncached)
     ask("turboquant-3")
     prompts = prompts_of(tiny_model, 40, 9)
     with engine(saved(tiny_model, tmp_path), kv_cache_memory_bytes=2**20) as llm:
