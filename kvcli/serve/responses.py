@@ -10,9 +10,9 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvcli.serve.answers import Piece, event
 from kvcli.serve.requests import ChatBody, Count, Fields, JsonSchema, OfModel, as_parts, only, parse
@@ -25,6 +25,15 @@ class ItemPart(Fields, extra="ignore"):
     text: str
 
 
+_NEEDED: dict[str, set[str]] = {
+    "message": {"role", "content"},
+    "reasoning": set(),
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+}
+"""Fields of each type of items."""
+
+
 class Item(Fields, extra="ignore"):
     """A message, reasoning, a call of a function or its output."""
 
@@ -35,6 +44,12 @@ class Item(Fields, extra="ignore"):
     name: str = ""
     arguments: str = ""
     output: Annotated[list[ItemPart], BeforeValidator(as_parts)] = []
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if missing := sorted(_NEEDED[self.type] - self.model_fields_set):
+            raise ValueError(f"{missing[0]} is missing")
+        return self
 
     def text(self) -> str:
         """Of its content, or of its output."""
@@ -112,9 +127,8 @@ class ResponsesBody(OfModel):
 
     def chat(self, model: str) -> ChatBody:
         """The same request of chat; ApiError, in its names, as of `parse`."""
-        values = self.model_dump(
-            include={"model", "temperature", "top_p", "tool_choice", "stream", "store", "chat_template_kwargs"}
-        )
+        same = {"model", "temperature", "top_p", "tool_choice", "stream", "store", "chat_template_kwargs"}
+        values = self.model_dump(include=same)
         values |= {"messages": self._messages(), "response_format": self.text.format.of_chat()}
         values |= {"tools": [tool.of_chat() for tool in self.tools] or None, "max_tokens": self.max_output_tokens}
         return parse(json.dumps(values).encode(), ChatBody, model)
@@ -143,6 +157,14 @@ class ResponsesBody(OfModel):
         return messages
 
 
+_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_ITEMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "content": ("message", "msg", {"role": "assistant"}, _TEXT),
+    "reasoning_content": ("reasoning", "rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+}
+"""Type of items of pieces of text, the beginning of their ids, other fields, and their part."""
+
+
 @dataclass
 class ResponseForm:
     """How an answer is written, whole or as events."""
@@ -157,11 +179,11 @@ class ResponseForm:
 
     def whole(self, answers: Sequence[tuple[Sequence[Piece], str]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        ((pieces, reason),) = answers
+        ((pieces, self._reason),) = answers
         for piece in pieces:
             [*self._add(*piece)]
         [*self._close(is_over=True)]
-        return self._response(reason, usage)
+        return self._response(self._reason, usage)
 
     def begin(self) -> Iterator[str]:
         """The first events of a stream."""
@@ -180,7 +202,7 @@ class ResponseForm:
 
     def failed(self, error: dict[str, Any]) -> str:
         """The event of an error."""
-        return self._event("error", **error["error"])
+        return self._event("error", **{name: error["error"][name] for name in ("message", "param", "code")})
 
     def _response(self, reason: str | None = None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """The object `response`; without a reason why it ended it goes on."""
@@ -188,8 +210,7 @@ class ResponseForm:
             "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice",
             "parallel_tool_calls", "truncation", "store", "metadata",
         })  # fmt: skip
-        is_cut = reason == "length"
-        status = "in_progress" if reason is None else "incomplete" if is_cut else "completed"
+        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
         return {
             "id": f"resp_{self.id}",
             "object": "response",
@@ -197,7 +218,7 @@ class ResponseForm:
             "model": self.model,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "output": [*self._items] if reason is not None else [],
             "previous_response_id": None,
             "text": {"format": self.body.text.format.told()},
@@ -214,20 +235,14 @@ class ResponseForm:
             yield self._of_item("function_call_arguments.delta", delta=value["arguments"])
             self._items[-1]["arguments"] = value["arguments"]
             return
-        item_type = "reasoning" if kind == "reasoning_content" else "message"
-        if not self._items or self._items[-1]["status"] == "completed" or self._items[-1]["type"] != item_type:
+        item_type, prefix, more, part = _ITEMS[kind]
+        if not self._items or self._items[-1]["status"] != "in_progress" or self._items[-1]["type"] != item_type:
             yield from self._close()
-            if item_type == "reasoning":
-                yield from self._open("reasoning", "rs", summary=[], content=[])
-                part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            else:
-                yield from self._open("message", "msg", role="assistant", content=[])
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._items[-1]["content"].append(part)
-            yield self._of_item("content_part.added", content_index=0, part={**part})
+            yield from self._open(item_type, prefix, **more, content=[])
+            self._items[-1]["content"].append({**part})
+            yield self._of_item("content_part.added", content_index=0, part=part)
         self._items[-1]["content"][0]["text"] += value
-        name = "reasoning_text" if item_type == "reasoning" else "output_text"
-        yield self._of_item(f"{name}.delta", content_index=0, delta=value, **_logprobs(name))
+        yield self._of_item(f"{part['type']}.delta", content_index=0, delta=value, **_logprobs(part))
 
     def _open(self, kind: str, prefix: str, **values: Any) -> Iterator[str]:
         item_id = f"{prefix}_{self.id}_{len(self._items)}"
@@ -238,17 +253,16 @@ class ResponseForm:
         """Ends the last item; an answer without any is an empty message."""
         if not self._items and is_over:
             yield from self._add("content", "")
-        if not self._items or self._items[-1]["status"] == "completed":
+        if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
         if item["type"] == "function_call":
             yield self._of_item("function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         else:
             (part,) = item["content"]
-            name = part["type"]
-            yield self._of_item(f"{name}.done", content_index=0, text=part["text"], **_logprobs(name))
+            yield self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **_logprobs(part))
             yield self._of_item("content_part.done", content_index=0, part=part)
-        item["status"] = "completed"
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _of_item(self, name: str, /, **values: Any) -> str:
@@ -260,8 +274,8 @@ class ResponseForm:
         return event({"type": name, "sequence_number": self._count - 1, **values}, name)
 
 
-def _logprobs(name: str) -> dict[str, Any]:
-    return {"logprobs": []} if name == "output_text" else {}
+def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": []} if part["type"] == "output_text" else {}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def test_events_add_up_to_the_response(served: Served) -> None:
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert {*kinds[4:-4]} == {"output_text.delta"}
+    assert [item.status for item in whole.output] == [events[-2].item.status] == ["incomplete"]
     assert len(kinds) > 10
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-1].response.output_text == last.response.output_text
@@ -141,6 +142,9 @@ def test_reasoning_calls_and_text_are_items() -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"role": "user"}]}, "input.0"),
+        ({"input": [{"content": "Hi"}]}, "input.0"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"background": True}, "background"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
@@ -159,6 +163,12 @@ def test_an_answer_without_text_is_an_empty_message() -> None:
     made = ResponseForm(body(), "tiny").whole([([], "stop")], usage | {"completion_tokens_details": {}})
     ((part,),) = (item["content"] for item in made["output"])
     assert (part["type"], part["text"], made["status"]) == ("output_text", "", "completed")
+
+
+def test_an_error_in_a_stream_is_an_event_of_its_own() -> None:
+    said = ResponseForm(body(), "tiny").failed(ApiError(503, "no room", code="busy").to_dict())
+    error = json.loads(said.split("data: ")[1])
+    assert error == {"type": "error", "sequence_number": 0, "message": "no room", "param": None, "code": "busy"}
 
 
 def test_what_chat_refuses_is_refused() -> None:
