@@ -66,7 +66,8 @@ class EngineState:
         for layer_idx, codec in enumerate(codecs):
             codec.to(device).eval()
             codec.use_kernels(self.backend.impl == "fused")
-            self.encoders[spec.in_model(layer_idx)] = LayerEncoder(codec, layer_idx, model.dtype, self.ranges)
+            in_model = spec.in_model(layer_idx)
+            self.encoders[in_model] = LayerEncoder(codec, in_model, model.dtype, self.ranges)
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
         if self.group > 1 and config.kv_transfer_config is not None:

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine_answers import PagedCache, check, prompts_of, session_of
 from engines import answers, engine, fitted, saved
 from families import make
 
 import kvcli
-from kvcli.errors import KvcliError, UnsupportedModelError, UsageError
+from kvcli.errors import CacheError, KvcliError, UnsupportedModelError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
 with warnings.catch_warnings():
@@ -208,6 +209,27 @@ def test_engines_that_cannot_be_are_refused_at_start(
     model = tiny_model if "block_size" in options else make("gemma3_text", **SIZES)
     with pytest.raises(KvcliError, match=named), engine(saved(model, tmp_path), **{"max_model_len": 8, **options}):
         pass
+
+
+def test_an_engine_after_one_without_codes_has_them(ask: Any, tmp_path: Path) -> None:
+    """vLLM keeps what it has chosen for a process."""
+    folder, dtypes = saved(make("gemma3_text", **SIZES), tmp_path), []
+    for method in (None, "rtn-4"):
+        if method is not None:
+            ask(method, sequence_offset="none")
+        with engine(folder) as llm:
+            config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+            dtypes.append({type(x.kv_cache_spec).__name__: x.kv_cache_spec.dtype for x in config.kv_cache_groups})
+    assert [x["FullAttentionSpec"] for x in dtypes] == [torch.float32, torch.uint8]
+    assert [x["SlidingWindowSpec"] for x in dtypes] == [torch.float32] * 2
+
+
+def test_numbers_of_the_last_layer_that_codes_cannot_hold_end_the_engine(ask: Any, tmp_path: Path) -> None:
+    model = make("gemma3_text", **SIZES)
+    model.model.layers[3].self_attn.v_proj.weight.data *= 1e7
+    ask("turboquant-3", sequence_offset="none")
+    with engine(saved(model, tmp_path)) as llm, pytest.raises(CacheError, match="values of layer 3 reach"):
+        answers(llm, prompts_of(model, 9), 1)
 
 
 def test_codes_that_nobody_computes_are_refused(ask: Any) -> None:
