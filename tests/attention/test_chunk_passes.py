@@ -40,29 +40,70 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+Encoded = list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Numbers of two rows and their codes, of one pass after another."""
+
+
+def recorded(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
+    """What the codecs of keys and of values encode from now on, layer by layer."""
+    found: list[Encoded] = []
+    for part in (part for codec in session.codecs for part in (codec.key, codec.value)):
+        found.append([])
+
+        def encode(x: torch.Tensor, state: Any, real: Any = part.encode, into: Encoded = found[-1]) -> Any:
+            codes = real(x, state)
+            if len(x) == 2 and x.shape[2]:
+                into.append((x.clone(), {name: y.clone() for name, y in codes.tensors().items()}))
+            return codes
+
+        monkeypatch.setattr(part, "encode", encode)
+    return found
+
+
+def rows_without_edges(passes: list[Encoded], steps: list[Encoded], rows: list[int]) -> list[int]:
+    """The rows but for one with a number on the edge of two codes, which falls by rounding, other on each machine.
+
+    The first codes that differ are one or two, and of equal numbers.
+    """
+    left = [*rows]
+    for ours, theirs in zip(passes, steps, strict=True):
+        x, y = (torch.cat([numbers for numbers, _ in some], dim=2) for some in (ours, theirs))
+        for name in ours[0][1]:
+            one, other = (torch.cat([codes[name] for _, codes in some], dim=2) for some in (ours, theirs))
+            for row in [*left]:
+                if unequal := int((one[row] != other[row]).sum()):
+                    assert torch.allclose(x[row], y[row], atol=1e-5)
+                    assert unequal <= 2
+                    left.remove(row)
+    assert left
+    return left
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("width", "length"), [(7, 94), (32, 270)])
-def test_chunks_equal_ordinary_passes(name: str, width: int, length: int, made: list[tuple[int, int]]) -> None:
-    """Of one text of three: a number on the edge of two codes falls by rounding, which differs by machine."""
-    for text in range(3):
-        try:
-            check_chunks(name, width, length, made, text)
-        except AssertionError:
-            if text == 2:
-                raise
-        else:
-            return
-
-
-def check_chunks(name: str, width: int, length: int, made: list[tuple[int, int]], text: int) -> None:
-    made.clear()
-    ids, _ = prompts(2, length, text=text)
+def test_chunks_equal_ordinary_passes(
+    name: str, width: int, length: int, made: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, _ = prompts(2, length)
     with attached(name) as session:
-        caches = [session.new_cache() for _ in range(2)]
-        expected, found = (states(session, x, ids, width, m) for x, m in zip(caches, ("passes", "steps"), strict=True))
+        caches, encoded = [session.new_cache() for _ in range(2)], recorded(session, monkeypatch)
+
+        def read(ids: torch.Tensor, rows: list[int]) -> list[int]:
+            """The rows whose states are compared, which both ways of reading have equal."""
+            both = list[Any]()
+            for cache, mode in zip(caches, ("passes", "steps"), strict=True):
+                both.append((states(session, cache, ids, width, mode), [[*part] for part in encoded]))
+                for part in encoded:
+                    part.clear()
+            (expected, passes), (found, steps) = both
+            if not torch.allclose(found[rows], expected[rows], atol=1e-3):
+                rows = rows_without_edges(passes, steps, rows)
+            assert torch.allclose(found[rows], expected[rows], atol=1e-3)
+            return rows
+
+        rows = read(ids, [0, 1])
         assert len(made) >= 2
         assert {size for _, size in made} == {width}
-        assert torch.allclose(found, expected, atol=1e-3)
         first, second = (cache.memory() for cache in caches)
         assert (
             (first.num_tokens, first.num_encoded)
@@ -70,11 +111,12 @@ def check_chunks(name: str, width: int, length: int, made: list[tuple[int, int]]
             == (2 * length, second.num_encoded)
         )
         assert first.code_bytes == second.code_bytes
-        assert_same_logits(prompts(2, 5)[0], *caches)
+        logits = [MODEL(prompts(2, 5)[0], **with_cache(cache)).logits[rows] for cache in caches]
+        assert torch.allclose(*logits, atol=1e-3)
+        for part in encoded:
+            part.clear()
         made.clear()
-        more = prompts(2, 5 * width, text=text)[0]  # again, from what chunks and a pass left
-        expected, found = (states(session, x, more, width, m) for x, m in zip(caches, ("passes", "steps"), strict=True))
-        assert torch.allclose(found, expected, atol=1e-3)
+        read(prompts(2, 5 * width)[0], rows)  # again, from what chunks and a pass left
         assert made
 
 

@@ -59,8 +59,8 @@ def make(
     return session.generate(ids, mask, sampling=SamplingConfig(count), mode=mode, **options)
 
 
-def prompts(batch: int, length: int, padded: bool = False, text: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(length + 1000 * text))
+def prompts(batch: int, length: int, padded: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(length))
     if not padded:
         return ids, None
     mask = (torch.arange(length) >= torch.tensor([0, 5, 11])[:batch, None]).long()
