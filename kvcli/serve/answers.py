@@ -248,7 +248,8 @@ class Form:
 
 def event(value: dict[str, Any], name: str | None = None) -> str:
     """A server-sent event, in ASCII: clients split lines at more characters than at these."""
-    return f"{f'event: {name}' + chr(10) if name else ''}data: {json.dumps(value)}\n\n"
+    said = "" if name is None else f"event: {name}\n"
+    return f"{said}data: {json.dumps(value)}\n\n"
 
 
 def usage_of(prompt_tokens: int, cached: int, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -215,8 +215,8 @@ class Server:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        named = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        written = form or Form(named, self.name, chat, body.n, body.stream_options.include_usage)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        writer = form or Form(name, self.name, chat, body.n, body.stream_options.include_usage)
         ends, prompt, jobs = self.loaded.end_tokens, ids[0].tolist(), list[Job]()
         for index in range(body.n):
             parser, grammar = (x[index] if x else None for x in (parsers, grammars))
@@ -232,7 +232,7 @@ class Server:
             _cancel(jobs)
             raise
         if body.stream:
-            stream = self._stream(jobs, written, _stream_pieces(events, body.n))
+            stream = self._stream(jobs, writer, _stream_pieces(events, body.n))
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
         watching = asyncio.ensure_future(_cancel_without_client(request, jobs))
         pieces: list[list[Piece]] = [[] for _ in jobs]
@@ -244,7 +244,7 @@ class Server:
             _cancel(jobs)
             watching.cancel()
         answers = [(made, str(job.answer.finish_reason)) for made, job in zip(pieces, jobs, strict=True)]
-        return JSONResponse(written.whole(answers, _usage(jobs)), headers=self.headers)
+        return JSONResponse(writer.whole(answers, _usage(jobs)), headers=self.headers)
 
     async def _stream(
         self, jobs: Sequence[Job], form: Form | ResponseForm, pieces: AsyncIterator[tuple[int, Piece | None]]

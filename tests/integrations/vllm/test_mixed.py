@@ -232,6 +232,21 @@ def test_numbers_of_the_last_layer_that_codes_cannot_hold_end_the_engine(ask: An
         answers(llm, prompts_of(model, 9), 1)
 
 
+def test_vllm_0_26_has_codes_in_models_of_one_kind_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvcli.integrations.vllm.v0_26 import CodesBackend
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    beside = SimpleNamespace(nbytes=64, has_states=True)
+    for layer in (None, SimpleNamespace(beside=beside, token_bytes=lambda size: 8)):
+        monkeypatch.setattr(CodesBackend, "layer", layer)
+        with pytest.raises(UnsupportedModelError, match=r"several kinds .* vLLM 0\.26"):
+            CodesBackend.customize_spec(spec)
+    beside.nbytes = 0
+    assert CodesBackend.customize_spec(spec).head_size == 8
+
+
 def test_codes_that_nobody_computes_are_refused(ask: Any) -> None:
     """On a GPU, where vLLM has to be told which layers have them."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
