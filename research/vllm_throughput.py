@@ -25,6 +25,7 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.metadata import new_metadata
 from kvcli.bench.layer import randomize_, unfitted_codec
+from kvcli.commands.options import parse_settings
 from kvcli.models.shapes import shape_config
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
@@ -33,9 +34,10 @@ WARM = 8
 """Tokens of each request that are not timed."""
 
 
-def save_random_artifact(method: str, config: Any, folder: Path) -> None:
+def save_random_artifact(method: str, config: Any, folder: Path, settings: dict[str, Any] | None = None) -> None:
     """Saves an artifact with random codebooks, which an engine with random weights takes for its own."""
-    case, spec, generator = (MethodChoice(method), ModelSpec.from_config(config), torch.Generator().manual_seed(0))
+    case, spec = MethodChoice(method, settings or {}), ModelSpec.from_config(config)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for layer_idx in range(spec.num_layers):
         codec = unfitted_codec(case, spec, layer_idx)
@@ -55,12 +57,13 @@ def save_random_artifact(method: str, config: Any, folder: Path) -> None:
 def engine(options: argparse.Namespace) -> Any:
     """An engine of vLLM in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # ranks have what is replaced here
     folder, own = Path(mkdtemp()), options.method in ("auto", "fp8")
     config: Any = shape_config(options.shape, options.layers)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
     config.save_pretrained(folder)
     if not own and parse_method(options.method)[0].needs_artifact:
-        save_random_artifact(options.method, config, folder / "artifact")
+        save_random_artifact(options.method, config, folder / "artifact", parse_settings(options.setting))
         os.environ["KVCLI_ARTIFACT"] = str(folder / "artifact")
     elif not own:
         os.environ["KVCLI_METHOD"] = options.method
@@ -88,6 +91,7 @@ def engine(options: argparse.Namespace) -> Any:
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=int(options.kv_gib * 2**30),
         enable_prefix_caching=False,
+        tensor_parallel_size=options.tensor_parallel_size,
         kv_transfer_config={"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
         **arguments,
     )
@@ -138,7 +142,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 0], help="0: as many as fit")
     parser.add_argument("--first-token", type=int, nargs="+", default=[], help="lengths of prompts to be computed")
-    parser.add_argument("--kv-gib", type=float, default=48)
+    parser.add_argument("--kv-gib", type=float, default=48, help="of each GPU")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--setting", nargs="*", default=[], help="of an artifact, NAME=VALUE")
     parser.add_argument("--page-size", type=int, default=512)
     parser.add_argument("--max-seqs", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -148,20 +154,21 @@ def main() -> None:
     llm = engine(options)
     pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     size = pages.kv_cache_groups[0].kv_cache_spec.block_size
-    print(json.dumps({"method": options.method, "capacity_tokens": pages.num_blocks * size}), flush=True)
+    shared: dict[str, Any] = {"method": options.method, "gpus": options.tensor_parallel_size}
+    print(json.dumps({**shared, "capacity_tokens": pages.num_blocks * size}), flush=True)
     tokens_per_second(llm, 1, 33, WARM + 2)
     for context in options.contexts:
         fit = min((pages.num_blocks - 1) // -(-context // size), options.max_seqs)
         length = (context - options.new_tokens - 2) // 32 * 32 + 1  # earlier tokens are whole groups of KIVI
         for count in dict.fromkeys(x or fit for x in options.batches):
-            row: dict[str, Any] = {"method": options.method, "context": context, "batch": count, "fit": fit}
+            row: dict[str, Any] = {**shared, "context": context, "batch": count, "fit": fit}
             if 0 < count <= fit:
                 row["tokens_per_s"] = round(tokens_per_second(llm, count, length, options.new_tokens), 2)
             print(json.dumps(row), flush=True)
     compute_prompts()
     for length in options.first_token:
         seconds = [first_token(llm, length) for _ in range(3)][1:]  # the first one may compile
-        print(json.dumps({"method": options.method, "prompt": length, "first_token_s": seconds}), flush=True)
+        print(json.dumps({**shared, "prompt": length, "first_token_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":

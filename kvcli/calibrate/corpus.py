@@ -19,9 +19,10 @@ import numpy as np
 
 from kvcli.calibrate.builtin_text import BUILTIN, builtin_files, is_builtin, mixture
 from kvcli.calibrate.rows import READ, format_of, read_rows, text_of
-from kvcli.errors import CorpusError
+from kvcli.errors import CorpusError, UsageError
 from kvcli.models.hub import check_dataset
 from kvcli.progress import Say
+from kvcli.storage.ranks import environment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,8 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say |
             a split, name or revision that the source does not have.
     """
     if config.source == "-":
+        if environment().count > 1:
+            raise UsageError("standard input can be read by one process only; pass a file to --corpus")
         _check_local(config)
         # standard input is one pass long and of unknown size: it is shuffled as a whole
         try:
@@ -108,6 +111,7 @@ def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len"
     Raises:
         CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given; far
             fewer bytes than a sequence of `seq_len` tokens takes, which the `option` says.
+        UsageError: standard input, in one of several processes.
     """
     if config.source == "-":
         _check_local(config)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
-from kvcli.commands.options import ModelOptions, Options
+from kvcli.commands.options import DEVICES_HELP, Devices, ModelOptions, Options
 from kvcli.commands.paths import model_folder, newest_samples, newest_shards
 from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
@@ -49,6 +49,7 @@ class CalibrateOptions(ModelOptions):
     )
     batch_size: int = Field(4, ge=1, description="sequences per forward pass")
     layer_window: int = Field(0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB")
+    devices: Devices | None = Field(None, description=DEVICES_HELP)
     shard: str | None = Field(None, description="share of the work, 1/4 to 4/4 in four processes; then 'kvcli merge'")
     out: Path | None = Field(None, description="output folder; default: runs/MODEL/samples or runs/MODEL/shards/1-of-4")
     overwrite: bool = Field(False, description="discard a recording in the output folder and start again")
@@ -65,7 +66,7 @@ class MergeOptions(Options):
 def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = None) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus.
 
-    Started by torchrun, processes share the sequences.
+    With --devices, or started by torchrun, processes share the sequences.
     """
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
     from kvcli.calibrate.config import CollectConfig, Shard
@@ -88,11 +89,9 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     from kvcli.storage.ranks import join_ranks
 
     output.settings(options.model_dump(mode="json"))
-    with join_ranks() as ranks:
+    with join_ranks(options.devices, options.device) as ranks:
         if shard is not None and ranks.count > 1:
-            raise UsageError("torchrun shares the work by itself; leave out --shard")
-        if ranks.count > 1 and options.corpus == "-":
-            raise UsageError("standard input can be read by one process only; pass a file to --corpus")
+            raise UsageError("torchrun and --devices share the work by themselves; leave out --shard")
         parts = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
         folder = options.out or model_folder(options.model, *parts)
         loaded = loaded or options.load(output)

@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
-from kvcli.commands.options import ComputeOptions, Options, parse_layers, parse_settings
+from kvcli.commands.options import DEVICES_HELP, ComputeOptions, Devices, Options, parse_layers, parse_settings
 from kvcli.commands.paths import artifact_record, model_folder, newest_samples, newest_training
 from kvcli.commands.sizes import size
 from kvcli.errors import ArtifactError, UsageError, error_text
@@ -28,6 +28,7 @@ class FitOptions(ComputeOptions):
     method: str = Field(DEFAULT_METHOD, description=f"method to fit, with or without bits ({DEFAULT_METHOD}-1)")
     samples: Path | None = Field(None, description="folder of recorded samples; default: the newest below runs/")
     layers: str | None = Field(None, description="layers A-B only (inclusive), to share the work")
+    devices: Devices | None = Field(None, description=DEVICES_HELP)
     block_tokens: int = Field(65536, ge=1024, description="tokens of a layer in memory; more are read again and again")
     setting: list[str] = Field([], description="setting of the method, NAME=VALUE; repeatable")
     out: Path | None = Field(
@@ -49,7 +50,8 @@ class ExportArtifactOptions(Options):
 def run(options: FitOptions, output: Output) -> None:
     """Fit a method to the recorded samples, layer by layer; resumes where it stopped.
 
-    When the last layer is done, the artifact is exported. Started by torchrun, processes share the layers.
+    When the last layer is done, the artifact is exported. With --devices, or started by torchrun, processes share the
+    layers.
     """
     name, from_bits = parse_name(options.method)
     config_cls = get_config(name)
@@ -79,7 +81,7 @@ def run(options: FitOptions, output: Output) -> None:
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
     reports: list[Mapping[str, Any]] = []
     reused: list[bool] = []
-    with join_ranks() as ranks, output.progress("fit", len(layers), "layers") as advance:
+    with join_ranks(options.devices, options.device) as ranks, output.progress("fit", len(layers), "layers") as advance:
 
         def done(layer_idx: int, metrics: Mapping[str, Any], was_fitted: bool) -> None:
             reports.append({"layer": layer_idx, **metrics})

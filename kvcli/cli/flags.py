@@ -34,7 +34,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     _SETTINGS: (),
     "Where": ("out", "save", "store", "name", "max_bytes", "overwrite"),
     "How": ("compare_with", "baseline", "max_kld", "max_flips", "batch_size", "chunk"),
-    "Machine": ("model_revision", "base_config", "impl", "device", "dtype", "seed"),
+    "Machine": ("model_revision", "base_config", "impl", "device", "devices", "dtype", "seed"),
     "Output": ("stats",),
 }
 """Groups of options in the help, in order; others are in `Options.other_panel`, and `Options` is typer's own."""

@@ -128,7 +128,10 @@ class Output:
 
     @contextmanager
     def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        """A bar with rate and time left on a terminal, a plain line every ten seconds elsewhere."""
+        """A bar with rate and time left on a terminal, a plain line every ten seconds elsewhere.
+
+        Work beyond the total is not shown: ranks count as if all of them had as much to do as the first.
+        """
         if self.quiet:
             yield lambda count: None
         elif self.console.is_terminal:
@@ -144,7 +147,7 @@ class Output:
             )
             with Progress(*columns, console=self.console, expand=True) as bar:
                 task = bar.add_task(label, total=total)
-                yield lambda count: bar.advance(task, count)
+                yield lambda count: bar.update(task, completed=min(total, bar.tasks[0].completed + count))
                 bar.update(task, visible=bool(bar.tasks[0].completed))
         else:
             started = said = time.monotonic()
@@ -152,8 +155,9 @@ class Output:
 
             def advance(count: int) -> None:
                 nonlocal done, said
-                done += count
-                now = time.monotonic()
+                if done >= total:
+                    return
+                done, now = min(total, done + count), time.monotonic()
                 if now - said < _PLAIN_SECONDS and done < total:
                     return
                 said = now

@@ -14,11 +14,12 @@ from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.groups import group
 from kvcli.cli.output import Output
 from kvcli.commands.options import Options
-from kvcli.commands.suite import Records, Suite
+from kvcli.commands.suite import Records, Run, Suite
 from kvcli.errors import suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, UNFITTED_METHOD, get_suite
 from kvcli.storage.atomic import append_record
+from kvcli.storage.ranks import join_ranks
 
 Following = Callable[[Records, Any], Sequence[Any]]
 """Words of the next command line, given the records and the options."""
@@ -30,12 +31,17 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
     if run.out is not None:
         run.out.parent.mkdir(parents=True, exist_ok=True)
         run.out.open("a").close()  # fails before the measurement, not after it
+    with join_ranks(getattr(options, "devices", None), run.options.device):
+        _measure(suite, run, following, output)
+
+
+def _measure(suite: Suite, run: Run, following: Following, output: Output) -> None:
     records: list[dict[str, Any]] = []
-    summary = None
+    summary, first = None, output.ranks.rank == 0
     try:
         for record in run.records(output):
             records.append(record)
-            if run.out is not None:
+            if run.out is not None and first:
                 append_record(run.out, record)
     except KeyboardInterrupt:
         output.warn(f"stopped after {len(records)} row{'s' * (len(records) != 1)}")
@@ -44,10 +50,10 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
         if records:
             summary = run.summary(records)
             result = {"suite": suite.name, "rows": records, **summary.fields}
-            output.result(result, suite.tabulate(records, run.options), following(records, options))
+            output.result(result, suite.tabulate(records, run.options), following(records, run.options))
             for line in summary.notes:
                 output.warn(line)
-    if summary is not None and summary.failure is not None:
+    if summary is not None and summary.failure is not None and first:
         raise summary.failure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.machine import commit
-from kvcli.commands.options import IMPL_HELP, Impl, parse_settings
+from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, parse_settings
 from kvcli.commands.paths import model_folder
 from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
@@ -23,6 +24,7 @@ from kvcli.errors import ConfigError, UsageError
 from kvcli.eval.suite import Case, TextOptions
 from kvcli.models.hub import check_model_name
 from kvcli.registry import BASELINE, METHODS, get_config, get_method, parse_name
+from kvcli.storage.ranks import join_ranks
 
 
 class TuneOptions(TextOptions):
@@ -45,6 +47,7 @@ class TuneOptions(TextOptions):
     batch_size: int = Field(default=4, ge=1, description="sequences per batch")
     chunk: int = Field(default=32, ge=1, description="tokens fed at once")
     impl: Impl = Field(default="auto", description=IMPL_HELP)
+    devices: Devices | None = Field(default=None, description=DEVICES_HELP)
     out: Path | None = Field(
         default=None, description="recipe to write, beside its records (.jsonl); default: runs/MODEL/recipe.yaml"
     )
@@ -94,14 +97,20 @@ def run(options: TuneOptions, output: Output) -> None:
     """Find the bits of each layer that lose least for their bytes; writes a recipe, and resumes."""
     if options.max_kld is None and options.max_bits is None and options.memory is None:
         raise UsageError("say what is to be reached: --max-kld, --max-bits or --memory")
-    tokens, bases = options.context, options.bases(output)
+    bases = options.bases(output)
     check_model_name(options.model)
     options.check_text()
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
     fitted = [Case(x.name, MethodChoice.of(artifact=x, settings=window), options.impl) for x in options.artifact]
+    with join_ranks(options.devices, options.device):
+        _search(options, bases, fitted, output)
+
+
+def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case], output: Output) -> None:
+    """Searches, writes the recipe and shows what was measured."""
     from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Objective, tune, widths_of
 
-    loaded = options.load(output)
+    tokens, loaded = options.context, options.load(output)
     most = options.max_bytes(tokens, tokens * loaded.spec.fp16_bytes_per_token())
     goal = Goal(tokens, math.inf if options.max_kld is None else options.max_kld, most)
     sequences = options.sequences(loaded, options.search_sequences + options.num_sequences, options.seq_len, output)
@@ -119,7 +128,8 @@ def run(options: TuneOptions, output: Output) -> None:
     best, trials = tune(bases, fitted, objective)
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
-    best.recipe(loaded, text).save(path)
+    if output.ranks.rank == 0:
+        best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
     of_layers = f" in {loaded.spec.coverage}" if loaded.spec.other_layers else ""
     name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits{of_layers}, KL {best.loss:.2g}"

@@ -7,9 +7,9 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvcli.errors import ConfigError, UsageError, error_text
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 Impl = Literal["auto", "fused", "reference"]
 IMPL_HELP = "attention and encoding; auto: Triton kernels on a GPU, PyTorch elsewhere"
 """Help of every `--impl`."""
+
+DEVICES_HELP = "GPUs of this machine to share the work, a process on each: a number, or all; on a CPU, processes"
+"""Help of every `--devices`."""
+
+
+def _check_devices(text: str) -> str:
+    if text != "all" and not (text.isdecimal() and 0 < int(text) < 1000):
+        raise ValueError("a number of processes, or 'all' for the GPUs of this machine")
+    return text
+
+
+Devices = Annotated[str, AfterValidator(_check_devices)]
 
 _CHARACTERS, _DEPTH = 2**16, 12
 """Of YAML, at most."""

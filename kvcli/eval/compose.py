@@ -23,6 +23,7 @@ from kvcli.eval.records import EvalRecord, Figure, PromptUnit, interval, mean
 from kvcli.eval.suite import Case, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import DEFAULT_METHOD
+from kvcli.storage.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,26 +112,30 @@ def prepare(options: ComposeOptions, loaded: LoadedModel, cases: Sequence[Case],
 
     import torch
 
-    prompts, references = make_prompts(loaded, options.documents(reporter), options), list[torch.Tensor]()
+    ranks, references = joined_ranks(), dict[int, torch.Tensor]()
+    prompts = make_prompts(loaded, options.documents(reporter), options)
+    mine = range(ranks.rank, len(prompts), ranks.count)
+
+    def row(case: Case, session: Session | None, contexts: dict[int, list[Context]], share: float | None) -> Measured:
+        label = f"{case.label}, {_ANEW if share is None else f'{100 * share:g} % again'}"
+        with reporter.progress(label, len(prompts), "prompts") as advance, torch.inference_mode():
+
+            def run(i: int) -> tuple[ComposePrompt, Any]:
+                before = [] if share is None else contexts[i]
+                unit, scores, cache = _measured(loaded, session, prompts[i], before, share, references.get(i))
+                references.setdefault(i, scores)
+                advance(ranks.count)
+                return unit, cache.memory() if session else None
+
+            units, memories = zip(*ranks.each(range(len(prompts)), run), strict=True)
+        return Measured(case, units, memories[-1], {"repair": share}, label)
 
     def rows() -> Iterator[Measured]:
         for case in cases:
             with case.attach(loaded, reporter) if case.compressed else nullcontext() as session:
-                contexts = [_contexts(loaded.model, session, asked) for asked in prompts] if session else []
+                contexts = {i: _contexts(loaded.model, session, prompts[i]) for i in mine} if session else {}
                 for share in (None, *options.repair) if session else (None,):
-                    label = f"{case.label}, {_ANEW if share is None else f'{100 * share:g} % again'}"
-                    with reporter.progress(label, len(prompts), "prompts") as advance, torch.inference_mode():
-                        units, memory = [], None
-                        for i, asked in enumerate(prompts):
-                            before = contexts[i] if session and share is not None else []
-                            unit, scores, cache = _measured(
-                                loaded, session, asked, before, share, references[i : i + 1]
-                            )
-                            units.append(unit)
-                            references.extend([scores] if len(references) == i else [])
-                            memory = cache.memory() if session else None
-                            advance(1)
-                    yield Measured(case, units, memory, {"repair": share}, label)
+                    yield row(case, session, contexts, share)
 
     return Prepared({"prompts": [x.expected for x in prompts], "tokens": options.document_tokens}, rows())
 
@@ -158,7 +163,7 @@ def _measured(
     asked: Asked,
     contexts: list[Context],
     share: float | None,
-    reference: list[Tensor],
+    reference: Tensor | None,
 ) -> tuple[ComposePrompt, Tensor, Any]:
     """What was measured, log-probabilities [time, vocab_size] of question and answer, and the cache."""
     import torch
@@ -183,7 +188,7 @@ def _measured(
     token, seconds = int(logits.argmax(-1)), time.perf_counter() - started  # the number is waited for
     forced = torch.cat((states, read(model, deepcopy(cache), answer)), 1)
     scores = logits_of(model, forced)[0].float().log_softmax(-1)
-    expected = reference[0] if reference else scores
+    expected = scores if reference is None else reference
     kl = float((expected.double().exp() * (expected.double() - scores.double())).sum(-1).mean())
     made: list[int] = []
     while len(made) < _MAX_NEW_TOKENS and token not in loaded.end_tokens:

@@ -26,6 +26,7 @@ from kvcli.models.load import LoadedModel, not_finite
 from kvcli.progress import Reporter
 from kvcli.seam.decoder import backbone, logits_of
 from kvcli.seam.versions import with_cache
+from kvcli.storage.ranks import joined_ranks
 from kvcli.text.detokenizer import text_after
 from kvcli.text.prompts import Message, chat_text
 
@@ -119,18 +120,23 @@ def continuations(
 ) -> tuple[list[list[int]], MemoryReport | None]:
     """Continues prompts, each in pieces, as `greedy` does; `done` is called with the index of the prompt, too.
 
-    Returns the new tokens of each prompt, and the memory of the last cache, None for the uncompressed model.
+    Returns the new tokens of each prompt, and the memory of the last cache, None for the uncompressed model. Ranks
+    share the prompts.
     """
-    texts, cache = [], None
-    session = case.attach(loaded, reporter) if case.compressed else None
+    ranks, session = joined_ranks(), case.attach(loaded, reporter) if case.compressed else None
     new_cache: NewCache = DynamicCache if session is None else session.new_cache
     with reporter.progress(case.label, len(prompts), "prompts") as advance, session or nullcontext():
-        for index, pieces in enumerate(prompts):
+
+        def run(index: int) -> tuple[list[int], MemoryReport | None]:
             ended = partial(done, index)
-            tokens, cache = greedy(loaded, new_cache, pieces, max_new_tokens, stop=stop, done=ended, session=session)
-            texts.append(tokens)
-            advance(1)
-    return texts, cache.memory() if case.compressed and cache is not None else None
+            tokens, cache = greedy(
+                loaded, new_cache, prompts[index], max_new_tokens, stop=stop, done=ended, session=session
+            )
+            advance(ranks.count)
+            return tokens, cache.memory() if case.compressed else None
+
+        found = ranks.each(range(len(prompts)), run)
+    return [tokens for tokens, _ in found], found[-1][1] if found else None
 
 
 def answered(

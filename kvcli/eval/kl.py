@@ -20,6 +20,7 @@ from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Me
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, UNFITTED_METHOD
 from kvcli.spec import coverage
+from kvcli.storage.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,21 +99,27 @@ def scored(
 ) -> Callable[[Case, Collection[int] | None, Callable[[int], None]], QualityReport]:
     """What measures a case that compresses some layers, or all, on token ids int64 [num_sequences, seq_len].
 
-    The uncompressed model runs once, here. The options have `chunk` and `batch_size`.
+    The uncompressed model runs once, here. The options have `chunk` and `batch_size`; ranks share the batches.
     """
     from kvcli.eval.quality import measure, reference_states
 
-    chunk, batch = options.chunk, options.batch_size
-    states: list[Tensor] = []
+    chunk, batch, ranks = options.chunk, options.batch_size, joined_ranks()
+    states: dict[int, Tensor] = {}
     with reporter.progress(UNCOMPRESSED, sequences.numel(), "tokens") as advance:
-        for part in sequences.split(batch):
-            states.append(reference_states(loaded.model, part.to(loaded.model.device)).cpu())
-            advance(part.numel())
+
+        def run(item: tuple[int, Tensor]) -> None:
+            index, part = item
+            states[index] = reference_states(loaded.model, part.to(loaded.model.device)).cpu()
+            advance(part.numel() * ranks.count)
+
+        ranks.each([*enumerate(sequences.split(batch))], run)
 
     def report(case: Case, layers: Collection[int] | None, advance: Callable[[int], None]) -> QualityReport:
         attach = partial(case.attach, loaded, reporter, layers, batch, chunk)
-        pace: dict[str, Any] = {"chunk": chunk, "batch_size": batch, "advance": advance, "warn": reporter.warn}
-        return measure(loaded.model, attach, sequences, states, **pace)
+        pace: dict[str, Any] = {"chunk": chunk, "batch_size": batch, "warn": reporter.warn}
+        return measure(
+            loaded.model, attach, sequences, states, **pace, advance=lambda tokens: advance(tokens * ranks.count)
+        )
 
     return report
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.errors import UsageError, suggestion
 from kvcli.eval.greedy import greedy, read
 from kvcli.eval.suite import NewCache
 from kvcli.models.load import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
+from kvcli.storage.ranks import ItemT, MadeT, joined_ranks
 from kvcli.text.detokenizer import text_after
 
 _MAX_NEW_TOKENS = 256
@@ -27,14 +30,16 @@ _MAX_NEW_TOKENS = 256
 class CachedModel(TemplateLM):
     """What lm-eval calls a model: tokens in, log-likelihoods and continuations out, through caches of one kind.
 
-    A context is read in pieces of `chunk` tokens; the model is attached if the caches are compressed.
+    A context is read in pieces of `chunk` tokens; the model is attached if the caches are compressed. Ranks share the
+    requests; `memory` is that of the last one's cache, None of a cache of transformers.
     """
 
     def __init__(self, loaded: LoadedModel, new_cache: NewCache, chunk: int) -> None:
         super().__init__()
         self.loaded, self.new_cache, self.chunk = loaded, new_cache, chunk
         self.tokenizer: Any = loaded.tokenizer
-        self.last_cache: Any = None
+        self.memory: MemoryReport | None = None
+        self._last_cache: Any = None
         self._context_read: tuple[tuple[int, ...], Any] = ((), None)
 
     @property
@@ -67,23 +72,25 @@ class CachedModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy generation would give it."""
-        # requests of one context, such as the answers of a choice, come one after another
+        # requests of one context, such as the answers of a choice, come one after another, in one rank
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
-        scored = {index: self._score(*requests[index][1:]) for index in order}
+        groups = [[*group] for _, group in groupby(order, key=lambda i: requests[i][1])]
+        scores = self._each(groups, lambda group: [self._score(*requests[i][1:]) for i in group])
+        scored = dict(zip(order, chain(*scores), strict=True))
         return [scored[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        totals = []
-        for request in requests:
+        def total(request: Any) -> float:
             ids = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            totals.append(sum(self._score(*make_disjoint_window(window))[0] for window in windows))
-        return totals
+            return sum(self._score(*make_disjoint_window(window))[0] for window in windows)
+
+        return self._each(requests, total)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuations, each up to the first of its stop texts; UsageError for a task that samples."""
-        texts = []
-        for request in requests:
+
+        def text_of(request: Any) -> str:
             context, arguments = request.args
             if arguments.get("do_sample") or arguments.get("temperature"):
                 raise UsageError("a task asks for sampling; --suite tasks generates greedily")
@@ -97,12 +104,24 @@ class CachedModel(TemplateLM):
                 return any(end in text for end in ends)
 
             stop = self.loaded.end_tokens
-            tokens, self.last_cache = greedy(
+            tokens, self._last_cache = greedy(
                 self.loaded, self.new_cache, [ids], limit, chunk=self.chunk, stop=stop, done=done
             )
             text = text_after(self.tokenizer, ids, tokens)
-            texts.append(text[: min((text.find(end) for end in ends if end in text), default=len(text))])
-        return texts
+            return text[: min((text.find(end) for end in ends if end in text), default=len(text))]
+
+        return self._each(requests, text_of)
+
+    def _each(self, items: Sequence[ItemT], work: Callable[[ItemT], MadeT]) -> list[MadeT]:
+        """What `work` makes of each item, of requests."""
+
+        def run(item: ItemT) -> tuple[MadeT, MemoryReport | None]:
+            made = work(item)
+            return made, self._last_cache.memory() if isinstance(self._last_cache, CompressedCache) else None
+
+        found = joined_ranks().each(items, run)
+        self.memory = found[-1][1] if found else self.memory
+        return [made for made, _ in found]
 
     def _score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation, and whether each of its tokens is the most probable one.
@@ -126,7 +145,7 @@ class CachedModel(TemplateLM):
             again = partial(read, model, self.new_cache(), [*context, *continuation])
             raise not_finite(model, "the cache of this row", again)
         targets = torch.tensor(list(continuation), device=log_probs.device)
-        self.last_cache = cache
+        self._last_cache = cache
         picked = log_probs.gather(-1, targets.unsqueeze(-1)).sum()
         return float(picked), bool((log_probs.argmax(-1) == targets).all())
 

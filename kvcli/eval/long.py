@@ -20,6 +20,7 @@ from kvcli.eval.records import UNCOMPRESSED, interval
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
+from kvcli.storage.ranks import joined_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,12 +77,16 @@ def prepare(options: LongOptions, loaded: LoadedModel, cases: Sequence[Case], re
     from kvcli.eval.quality import QualityReport
 
     prompts = options.sequences(loaded, options.num_sequences, options.prompt_tokens, reporter)
-    parts = []
+    ranks = joined_ranks()
     with reporter.progress("generate", len(prompts) * options.max_new_tokens, "tokens") as advance:
-        for index, part in enumerate(prompts.split(options.batch_size)):
-            seed = options.seed + index
-            parts.append(sampled(loaded.model, part, options.max_new_tokens, options.temperature, seed))
-            advance(len(part) * options.max_new_tokens)
+
+        def run(item: tuple[int, Tensor]) -> Tensor:
+            seed, part = options.seed + item[0], item[1]
+            texts = sampled(loaded.model, part, options.max_new_tokens, options.temperature, seed)
+            advance(len(part) * options.max_new_tokens * ranks.count)
+            return texts
+
+        parts = ranks.each([*enumerate(prompts.split(options.batch_size))], run)
     texts, skip = torch.cat(parts), prompts.shape[1]
     report_of = scored(options, loaded, texts, reporter)
 

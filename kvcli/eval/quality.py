@@ -8,7 +8,7 @@ token by token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from kvcli.models.load import not_finite
 from kvcli.registry import BASELINE, method_name
 from kvcli.seam.decoder import backbone, logits_of
 from kvcli.seam.versions import with_cache
+from kvcli.storage.ranks import joined_ranks
 
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
@@ -139,20 +140,20 @@ def measure(
     model: Any,
     open_session: Callable[[], Session],
     sequences: Tensor,
-    states: Sequence[Tensor],
+    states: Sequence[Tensor] | Mapping[int, Tensor],
     *,
     chunk: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> QualityReport:
-    """Runs sequences through a compressed cache and compares with the uncompressed model.
+    """Runs sequences through a compressed cache and compares with the uncompressed model; ranks share the batches.
 
     Args:
         model: a causal language model, detached.
         open_session: attaches the method to it.
         sequences: token ids, int64 [num_sequences, seq_len].
-        states: `reference_states` of each batch.
+        states: `reference_states` of each batch, by its index; a rank needs those of its own.
         chunk: tokens of each sequence fed at once; a batch has `batch_size` sequences.
         advance: called with the number of tokens processed.
         warn: called if no token was a code when the last ones were read, so that nothing can have been lost.
@@ -160,28 +161,32 @@ def measure(
     Raises:
         ModelError: logits that are not finite; the message names the method and the layer.
     """
-    batches = []
+
+    def run(item: tuple[int, Tensor]) -> tuple[TokenScores, MemoryReport, int]:
+        """Scores of a batch, the memory of its cache, and how many of its tokens were codes when the last were read."""
+        index, tokens = item[0], item[1].to(model.device)
+        cache, parts, coded = session.new_cache(tokens.shape[1]), [], 0
+        with closing(session.chunks(cache, chunk, tokens.shape[1])) as read:
+            for start in range(0, tokens.shape[1], chunk):
+                part = tokens[:, start : start + chunk]
+                coded = cache.memory().num_encoded if start + chunk >= tokens.shape[1] else 0
+                stop, hidden = start + part.shape[1], read(part)
+                targets = tokens[:, start + 1 : stop + 1]
+                for scores in state_scores(model, hidden, states[index][:, start:stop], targets):
+                    if not scores.kl.isfinite().all():
+                        again = partial(backbone(model), tokens[:, :stop], **with_cache(session.new_cache()))
+                        raise not_finite(model, f"method '{session.method.name}'", again)
+                    parts.append(scores)
+                advance(part.numel())
+        return joined(parts, dim=1), cache.memory(), coded
+
     with open_session() as session, torch.inference_mode():
-        for batch, reference in zip(sequences.split(batch_size), states, strict=True):
-            tokens = batch.to(model.device)
-            cache, parts = session.new_cache(tokens.shape[1]), []
-            with closing(session.chunks(cache, chunk, tokens.shape[1])) as read:
-                for start in range(0, tokens.shape[1], chunk):
-                    part = tokens[:, start : start + chunk]
-                    coded = cache.memory().num_encoded if start + chunk >= tokens.shape[1] else 0
-                    stop, hidden = start + part.shape[1], read(part)
-                    targets = tokens[:, start + 1 : stop + 1]
-                    for scores in state_scores(model, hidden, reference[:, start:stop], targets):
-                        if not scores.kl.isfinite().all():
-                            again = partial(backbone(model), tokens[:, :stop], **with_cache(session.new_cache()))
-                            raise not_finite(model, f"method '{session.method.name}'", again)
-                        parts.append(scores)
-                    advance(part.numel())
-            batches.append(joined(parts, dim=1))
-        if not coded and session.method.name != BASELINE:
-            name = method_name(session.method.name, dict(session.config))
+        *others, last = joined_ranks().each([*enumerate(sequences.split(batch_size))], run)
+        name = session.method.name
+        if not last[2] and name != BASELINE:
+            name = method_name(name, dict(session.config))
             warn(f"warning: nothing was measured of {name}: its window holds these texts; take longer ones")
-        return QualityReport(joined(batches, dim=0), cache.memory())
+    return QualityReport(joined([scores for scores, _, _ in [*others, last]], dim=0), last[1])
 
 
 def copied_tokens(record: ContextRecord, scored: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.artifact.choice import MethodChoice, choose
-from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, parse_settings
+from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import is_artifact_of, newest_artifact
 from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
@@ -53,6 +53,7 @@ class EvalOptions(SuiteOptions):
     sink_length: int = Field(4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(32, ge=0, description="last tokens in full precision")
     impl: Impl = Field("auto", description=IMPL_HELP)
+    devices: Devices | None = Field(None, description=DEVICES_HELP)
     baseline: Path | None = Field(
         None, description="records of an earlier run (--json or --out); exit code 3 if a row is significantly worse"
     )

@@ -96,9 +96,8 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
         except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
             reason = error_text(error)
             raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
-        memory = model.last_cache.memory() if case.compressed and model.last_cache is not None else None
     units = [unit for task in results["samples"] for unit in task_documents(results, task)]
-    return Measured(case, units, memory, {"versions": dict(results["versions"])})
+    return Measured(case, units, model.memory, {"versions": dict(results["versions"])})
 
 
 def task_documents(results: dict[str, Any], task: str) -> list[TaskDocument]:

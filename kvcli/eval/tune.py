@@ -34,6 +34,7 @@ from kvcli.registry import get_config
 from kvcli.seam.probe import probe
 from kvcli.storage.atomic import append_record, read_records
 from kvcli.storage.manifest import json_sha256
+from kvcli.storage.ranks import joined_ranks
 
 SCREENED = (2, 4)
 """Bits of all layers at which methods are compared."""
@@ -107,8 +108,8 @@ class Trial:
 class Objective:
     """Measures methods on texts, that of the search and a held-out one: token ids, int64 [sequences, length].
 
-    What the file `path` holds is not measured again. The `options` have `chunk` and `batch_size`; `count` measurements
-    are made at most, which read `total` tokens.
+    What the file `path` holds is not measured again; ranks share each measurement. The `options` have `chunk` and
+    `batch_size`; `count` measurements are made at most, which read `total` tokens.
     """
 
     options: Any
@@ -134,7 +135,10 @@ class Objective:
         made |= {"artifact": folder and artifact_sha256(folder), "chunk": self.options.chunk}
         model = {"fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype)}
         key = json_sha256({**made, **model, "tokens": text.tolist()})
-        known = next((x for x in read_records(self.path) if x.get("key") == key), None)
+        ranks = joined_ranks()
+        (known,) = ranks.each(
+            [key], lambda key: next((x for x in read_records(self.path) if x.get("key") == key), None)
+        )
         self._tried.add(key)
         if known is None:
             first, started = not self._reports, time.perf_counter()
@@ -146,7 +150,8 @@ class Objective:
             seconds = time.perf_counter() - started
             spent = {"held_out": held_out, "seconds": seconds}
             known = {"key": key, "label": case.label, **made, **spent, "blocks": blocks}
-            append_record(self.path, known)
+            if ranks.rank == 0:
+                append_record(self.path, known)
             if first:
                 minutes = seconds / text.numel() * self.total / 60
                 self.reporter.say(f"about {minutes:.0f} minutes at most, less what {self.path} holds")

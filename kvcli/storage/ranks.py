@@ -1,21 +1,28 @@
 """Processes that share one run, as torchrun starts them: which of them this is, and where they wait for each other.
 
-Ranks exchange what they computed through files in the folder of the run, so they have a file system in common. Between
-the processes passes only that each has come so far, through gloo; a rank that ended ends the others where they wait.
+Large results go through files in the folder of the run, so ranks have a file system in common; small ones, and that
+each has come so far, pass through gloo. A rank that ended ends the others where they wait.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
 
 from kvcli.errors import RankError, UsageError, error_text
 
 _LONGEST_WAIT = timedelta(days=30)
 _REMEDY = "its own message says why; run the same command again to resume"
+
+ItemT = TypeVar("ItemT")
+MadeT = TypeVar("MadeT")
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,26 @@ class Ranks:
                 except RuntimeError as error:
                     raise RankError(f"rank {other} has ended before this one; {_REMEDY}") from error
 
+    def each(self, items: Sequence[ItemT], work: Callable[[ItemT], MadeT]) -> list[MadeT]:
+        """What `work` makes of every item, in order, on every rank; a rank works on each `count`-th of them.
+
+        What is made is pickled, with tensors on the CPU. RankError: a rank has ended.
+        """
+        made = [work(item) for item in items[self.rank :: self.count]]
+        if self.count == 1:
+            return made
+        import torch.distributed as dist
+
+        self.wait()
+        parts: list[Any] = [None] * self.count
+        dist.all_gather_object(parts, made)
+        return [parts[index % self.count][index // self.count] for index in range(len(items))]
+
 
 ALONE = Ranks()
 """A process that shares its run with no other."""
+
+_joined = ContextVar("joined", default=ALONE)
 
 
 def environment() -> Ranks:
@@ -59,14 +83,23 @@ def environment() -> Ranks:
     return Ranks(rank, count)
 
 
+def joined_ranks() -> Ranks:
+    """The ranks that this process has joined, or itself alone."""
+    return _joined.get()
+
+
 @contextmanager
-def join_ranks() -> Iterator[Ranks]:
+def join_ranks(devices: str | None = None, device: str | None = None) -> Iterator[Ranks]:
     """Joins the processes of a run for a block; a process that runs alone joins nobody.
 
-    UsageError: variables that make no sense; RankError: the other processes cannot be reached.
+    With `devices`, a process that runs alone starts the command once more on each of so many, and ends with them.
+
+    UsageError: variables or devices that make no sense; RankError: the other processes cannot be reached.
     """
     ranks = environment()
     if ranks.count == 1:
+        if devices is not None and (count := _count(devices, device)) > 1:
+            _launch(count)
         yield ranks
         return
     import torch
@@ -78,11 +111,47 @@ def join_ranks() -> Iterator[Ranks]:
         dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {ranks.rank} cannot reach the others ({error_text(error)}); use torchrun") from error
+    token = _joined.set(ranks)
     try:
         ranks.wait()
         yield ranks
     finally:
+        _joined.reset(token)
         dist.destroy_process_group()
+
+
+def _count(devices: str, device: str | None) -> int:
+    """How many processes `--devices` means."""
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--devices {devices} gives each process a GPU of its own; leave out --device {device}")
+    there = torch.cuda.device_count() if device != "cpu" else 0
+    if devices == "all" and not there:
+        raise UsageError("--devices all: no GPU is used here; say how many processes are to share the work")
+    count = there if devices == "all" else int(devices)
+    if there and count > there:
+        raise UsageError(f"--devices {devices}: this machine has {there} GPU{'s' * (there > 1)}")
+    return count
+
+
+def _launch(count: int) -> NoReturn:
+    """Runs this program's own command line in so many ranks, as torchrun does, and exits as the first that failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(1, 1, count, run_id="kvcli", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    try:
+        elastic_launch(config, sys.executable)("-m", "kvcli", *sys.argv[1:])
+    except ChildFailedError as error:
+        code = next(failure.exitcode for failure in error.failures.values())
+        raise SystemExit(code if code > 0 else 128 - code) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
+    raise SystemExit(0)
 
 
 def local_device() -> int:

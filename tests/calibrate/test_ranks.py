@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import rank_worker
+from ranked import WAIT_S, ranks_of
 
 from kvcli.errors import RankError, UsageError
 from kvcli.storage import ranks
@@ -23,27 +22,6 @@ CALIBRATE = ("calibrate", "--corpus", "builtin", "--tokens", "1280", "--seq-len"
 CALIBRATE = (*CALIBRATE, "--query-tokens", "256", "--fisher-tokens", "320", "--layer-window", "2", "--out", "samples")
 FIT = ("fit", "samples", "--method", "commvq", "--setting", "codebook_size=8", "--setting", "value_iterations=2")
 FIT = (*FIT, "--setting", "key_iterations=2", "--out", "run")
-WAIT_S = 300
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["rank_worker"])  # imported once for all processes
-
-
-def ranks_of(folder: Path, command: tuple[str, ...], count: int, **variables: str) -> list[tuple[Any, str, str]]:
-    """Exit code, standard output and standard error of some ranks that nothing else watches."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"HOME": str(folder), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(count):
-        said = folder / f"out-{rank}", folder / f"err-{rank}"
-        own = {**shared, **variables, "RANK": str(rank)}
-        process = FORKS.Process(target=rank_worker.in_folder, args=(folder, command, own, said))
-        process.start()
-        processes.append((process, said))
-    for process, _ in processes:
-        process.join(WAIT_S)
-    return [(process.exitcode, *(path.read_text() for path in said)) for process, said in processes]
 
 
 def under_torchrun(folder: Path, command: tuple[str, ...], **variables: str) -> Any:

@@ -171,7 +171,7 @@ def test_options_are_in_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "100")
     shown = invoke(name, "--help").stdout
     flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
-    machine = [flag for flag in ("--device", "--dtype", "--seed") if flag in flags]
+    machine = [flag for flag in ("--device", "--devices", "--dtype", "--seed") if flag in flags]
     place = flags.index(machine[0])
     assert flags[place : place + len(machine)] == machine
     assert flags.index("--out" if "--out" in flags else "--store") < place

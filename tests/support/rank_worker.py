@@ -23,7 +23,9 @@ from factories import load, make_model  # noqa: E402
 from kvcli.cli.start import main  # noqa: E402
 from kvcli.models import load as models  # noqa: E402
 
-TINY = replace(load(make_model("llama", num_hidden_layers=4, vocab_size=260)), tokenizer=byte_tokenizer())
+TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TINY = replace(load(make_model("llama", num_hidden_layers=4, vocab_size=260)), tokenizer=TOKENIZER)
 
 
 def dying(function: Any) -> Any:
