@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,12 @@ class Rotation:
 
     def unapply(self, x: Tensor) -> Tensor:
         """Inverse of `apply` on x [batch, heads, time, head_dim]; also divides out the attention scaling."""
+        return self._inverse.apply(x)
+
+    @cached_property
+    def _inverse(self) -> Rotation:
         scale = self.cos * self.cos + self.sin * self.sin
-        return Rotation(self.cos / scale, -self.sin / scale).apply(x)
+        return Rotation(self.cos / scale, -self.sin / scale)
 
     def last(self, count: int) -> Rotation:
         """The last `count` tokens, one or more."""
@@ -124,8 +128,17 @@ class Rotation:
         return Rotation(self.cos[rows], self.sin[rows], self.rope, positions)
 
 
-Unrotate = Callable[[Rotation, Tensor], Tensor]
-"""Inverse RoPE to float32, as `kvcli.attention.reference.unrotate`."""
+class Unrotate(Protocol):
+    """Inverse RoPE to float32."""
+
+    def __call__(self, rotation: Rotation, x: Tensor, offset: tuple[Tensor, Rotation] | None = None) -> Tensor:
+        """Inverse RoPE of keys x [batch, heads, time, head_dim], less an offset, as of `Rotation.at_each_position`."""
+
+
+def unrotate(rotation: Rotation, x: Tensor, offset: tuple[Tensor, Rotation] | None = None) -> Tensor:
+    """The `Unrotate` of PyTorch."""
+    x = x.float()
+    return rotation.unapply(x if offset is None else x - offset[1].at_each_position(offset[0]))
 
 
 class Rope:

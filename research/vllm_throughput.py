@@ -80,7 +80,9 @@ def engine(options: argparse.Namespace) -> Any:
         from kvcli.integrations.vllm import register
 
         register()
-        state.check_engine = lambda config: None  # it refuses kv_transfer_config
+        # no page leaves the device, so connectors and groups of keys are no problem here
+        state.check_engine = lambda config: None
+        state.check_transfer = lambda method, group: None
     declared.DecodeBenchConnectorWorker.start_fill_kv = lambda self, metadata: None
     return LLM(
         str(folder),
@@ -123,6 +125,21 @@ def tokens_per_second(llm: Any, count: int, length: int, new_tokens: int) -> flo
     return (sum(have.values()) - before) / (time.perf_counter() - since)
 
 
+def kernels_of_a_step(llm: Any, length: int) -> list[Any]:
+    """What most time is spent in, of steps of one request: names, launches per step, microseconds per step."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    steps, activities = 24, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiled:
+        tokens_per_second(llm, 1, length, steps)
+    rows = [x for x in profiled.key_averages() if x.device_type == DeviceType.CUDA]
+    rows.sort(key=lambda x: -x.self_device_time_total)
+    shown = [[x.key[:60], round(x.count / steps, 1), round(x.self_device_time_total / steps, 1)] for x in rows[:40]]
+    total = [sum(x.count for x in rows) / steps, sum(x.self_device_time_total for x in rows) / steps]
+    return [["all", *(round(x, 1) for x in total)], *shown]
+
+
 def first_token(llm: Any, length: int) -> float:
     """Seconds to the first token after a prompt of so many tokens."""
     from vllm import SamplingParams
@@ -150,6 +167,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--profile", action="store_true", help="kernels of a step of one request of the last context")
     options = parser.parse_args()
     llm = engine(options)
     pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -165,6 +183,8 @@ def main() -> None:
             if 0 < count <= fit:
                 row["tokens_per_s"] = round(tokens_per_second(llm, count, length, options.new_tokens), 2)
             print(json.dumps(row), flush=True)
+    if options.profile:
+        print(json.dumps({**shared, "kernels": kernels_of_a_step(llm, length)}), flush=True)
     compute_prompts()
     for length in options.first_token:
         seconds = [first_token(llm, length) for _ in range(3)][1:]  # the first one may compile

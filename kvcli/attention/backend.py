@@ -18,7 +18,7 @@ from kvcli.errors import UsageError
 from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.layer_codec import AttendCodes, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.rope import Rotation, Unrotate
+from kvcli.rope import Rotation, Unrotate, unrotate
 from kvcli.spec import ModelSpec
 
 
@@ -68,7 +68,7 @@ REFERENCE = AttentionBackend(
     attend_dequantized=reference.attend_codes,
     attend_window=reference.attend_window,
     rotate_and_append=reference.rotate_and_append,
-    unrotate=reference.unrotate,
+    unrotate=unrotate,
 )
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.attention.reference import unrotate
 from kvcli.cache.blocks import is_plain
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
@@ -28,7 +27,7 @@ from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.progress import Progress, no_progress
-from kvcli.rope import NoRope, Rotation
+from kvcli.rope import NoRope, Rotation, unrotate
 from kvcli.seam.decoder import backbone
 from kvcli.seam.layer import AttendFunction, AttentionCall
 from kvcli.seam.patch import Seam

@@ -113,11 +113,6 @@ def rotate_and_append(
     return rotated
 
 
-def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """Inverse RoPE to float32 of rotated keys x [batch, num_kv_heads, time, head_dim]."""
-    return rotation.unapply(x.float())
-
-
 def attend_window(
     query: Tensor,
     key: Tensor,

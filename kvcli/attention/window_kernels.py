@@ -170,16 +170,19 @@ def rotate_and_append(
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _unrotate_kernel(
-    x, cos, sin, out, x_batch, x_head, x_time, c_batch, c_time, tokens, length, heads,
+    x, cos, sin, offset, offset_cos, offset_sin, out, x_batch, x_head, x_time, c_batch, c_time, o_batch, b_batch,
+    b_time, tokens, length, heads,
     HALF: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, REST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Inverse RoPE of tokens of one head.
+    """Inverse RoPE of tokens of one head, if HAS_OFFSET less a rotated offset.
 
     Grid (ceil(batch * length / BLOCK_T), heads). Tuned on one H200 (torch 2.11, triton 3.6).
 
     Args:
         x: [batch, heads, length, D] of the model's dtype, the first 2 * HALF channels rotated.
-        cos, sin: [batch or 1, 1, length, HALF] float32.
+        cos, sin: [batch or 1, 1, length, HALF] float32, strides c_*.
+        offset: float32 [batch or 1, heads, 1, D], stride o_batch; its rotation as cos and sin, strides b_*.
         out: float32 [batch, heads, length, D], contiguous, written.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -192,22 +195,42 @@ def _unrotate_kernel(
     scale = tl.where(m, b_cos * b_cos + b_sin * b_sin, 1.0)
     p_x = x + row * x_batch + i_h * x_head + t * x_time
     p_out = out + ((row * heads + i_h) * length + t) * D
-    _rotate(p_x + o_d, tl.div_rn(b_cos, scale), -tl.div_rn(b_sin, scale), p_out + o_d, m, HALF)
+    b_x = tl.load(p_x + o_d, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(p_x + HALF + o_d, mask=m, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        p_offset = offset + row * o_batch + i_h * D + o_d
+        at = row * b_batch + t * b_time + o_d
+        b_off_cos, b_off_sin = _angle(offset_cos + at, offset_sin + at, m)
+        b_off_x = tl.load(p_offset, mask=m, other=0.0)
+        b_off_y = tl.load(p_offset + HALF, mask=m, other=0.0)
+        b_x -= b_off_x * b_off_cos - b_off_y * b_off_sin
+        b_y -= b_off_y * b_off_cos + b_off_x * b_off_sin
+    b_cos, b_sin = tl.div_rn(b_cos, scale), tl.div_rn(b_sin, scale)
+    tl.store(p_out + o_d, b_x * b_cos + b_y * b_sin, mask=m)
+    tl.store(p_out + HALF + o_d, b_y * b_cos - b_x * b_sin, mask=m)
     if REST > 0:
-        _copy(p_x, p_out, m_t, 2 * HALF, D, REST)
+        o_c = 2 * HALF + tl.arange(0, REST)[None, :]
+        m = m_t & (o_c < D)
+        b_rest = tl.load(p_x + o_c, mask=m, other=0.0).to(tl.float32)
+        if HAS_OFFSET:
+            b_rest -= tl.load(offset + row * o_batch + i_h * D + o_c, mask=m, other=0.0)
+        tl.store(p_out + o_c, b_rest, mask=m)
 
 
-def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """As `kvcli.attention.reference.unrotate` in one launch."""
+def unrotate(rotation: Rotation, x: Tensor, offset: tuple[Tensor, Rotation] | None = None) -> Tensor:
+    """As `kvcli.rope.unrotate` in one launch."""
     batch, heads, length, head_dim = x.shape
     half = rotation.cos.shape[-1]
     x = row_major(x)
+    vector, at = (x, rotation) if offset is None else (offset[0].contiguous(), offset[1])
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     block = min(16, power_of_two(batch * length))
     _unrotate_kernel[(cdiv(batch * length, block), heads)](
-        x, rotation.cos, rotation.sin, out, *x.stride()[:3],
+        x, rotation.cos, rotation.sin, vector, at.cos, at.sin, out, *x.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
-        batch * length, length, heads,
+        vector.stride(0) if vector.shape[0] > 1 else 0,
+        at.cos.stride(0) if at.cos.shape[0] > 1 else 0, at.cos.stride(2),
+        batch * length, length, heads, HAS_OFFSET=offset is not None,
         HALF=half, D=head_dim, BLOCK_D=power_of_two(half), BLOCK_T=block,
         REST=power_of_two(head_dim - 2 * half) * (2 * half < head_dim), num_warps=4 if block > 4 else 1,
     )  # fmt: skip

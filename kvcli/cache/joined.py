@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
 from kvcli.errors import UsageError
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.rope import ROPE_TILE, Rope, Rotation
+from kvcli.rope import ROPE_TILE, Rope, Rotation, unrotate
 
 
 def obstacle(codec: LayerCodec) -> str | None:
@@ -89,7 +89,7 @@ def _codes(
         if start < sinks:
             exact = snapshot.tensors[f"layers.{layer_idx}.{window}"][:, :, start:sinks]
             if kind == CODES[0] and codec.needs_rotations:
-                exact = codec.encoder_input(exact, rotation(range(start, min(sinks, length))), _unrotate)
+                exact = codec.encoder_input(exact, rotation(range(start, min(sinks, length))), unrotate)
             encoded = part.encode(exact, None).tensors()
             fields = {name: torch.cat((encoded[name.removeprefix(prefix)], x), 2) for name, x in fields.items()}
         if kind == CODES[0] and codec.rotated and codec.key.space == "post_rope" and shift:
@@ -97,7 +97,3 @@ def _codes(
             fields = {name: new.apply(old.unapply(x.float())).to(x.dtype) for name, x in fields.items()}
         codes |= fields
     return codes
-
-
-def _unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    return rotation.unapply(x.float())

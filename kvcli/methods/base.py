@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         The codes follow from x and the finalized state of the sequences alone.
         """
 
+    def encode_noted(self, x: Tensor, peak: Tensor) -> CodesT:
+        """`encode` of a codec that keeps nothing of a sequence; `peak`, float32 [], grows as in `round_in_place`."""
+        codes = self.encode(x, cast("StateT", None))
+        torch.maximum(peak, self.peak(x, codes), out=peak)
+        return codes
+
     def encode_into(self, x: Tensor, state: StateT, codes: CodesT) -> None:
         """`encode` that overwrites codes of as many tokens, views of longer tensors."""
         for stored, new in zip(vars(codes).values(), vars(self.encode(x, state)).values(), strict=True):
@@ -162,7 +168,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             sinks: slots before the ring.
             first: first token of each row, counted after the sinks, int32 [batch, 1].
             codes: of all tokens of each row from its first on; written at each row's place.
-            peak: float32 [], grows to the tokens' largest magnitude if that is beyond a limit of codes.
+            peak: float32 [], grows to the `peak` of the tokens, at least if that is beyond a limit of codes.
 
         Returns:
             False where there is no such kernel; nothing has changed then.

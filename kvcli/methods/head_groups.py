@@ -54,6 +54,10 @@ class _HeadGroups(Codec[CodesT, None]):
     def encode(self, x: Tensor, state: None = None) -> CodesT:
         return self.join_codes([part.encode(y, None) for part, y in zip(self.parts, self.split(x), strict=True)])
 
+    def encode_noted(self, x: Tensor, peak: Tensor) -> CodesT:
+        groups = zip(self.parts, self.split(x), strict=True)
+        return self.join_codes([part.encode_noted(y, peak) for part, y in groups])
+
     def encoded_group(self, like: Tensor) -> CodesT:
         return self.join_codes([part.encoded_group(x) for part, x in zip(self.parts, self.split(like), strict=True)])
 

@@ -114,8 +114,10 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if offset is None else before - offset
+        if self.key.space == "tile":
+            return unrotate(rotation.tile, keys, None if offset is None else (offset, rotation.block))
         less = keys if offset is None else keys.float() - self.key.rotated_offset(offset, rotation)
-        return unrotate(rotation.tile, less) if self.key.space == "tile" else less.to(keys.dtype)
+        return less.to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
         """Keys after RoPE, [batch, num_kv_heads, time, head_dim], clamped to the range of float16 if that is `dtype`.

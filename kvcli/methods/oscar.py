@@ -81,6 +81,9 @@ class _OSCAR(PerTokenCodec, KeyCodec[ScalarCodes, None], ValueCodec[ScalarCodes]
     def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
         return super().encode(self._clipped(x))
 
+    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
+        return Codec.encode_noted(self, x, peak)
+
     def encode_into(self, x: Tensor, state: None, codes: ScalarCodes) -> None:
         super().encode_into(self._clipped(x) if self.fused else x, state, codes)
 

@@ -107,7 +107,7 @@ class PagedAttention:
             from kvcli.paged import kernels as full_precision
         full_precision.copy_rings(self.rings, batch.ring_copies)
         # all is stored before any is read: a request may share pages that another one fills in this pass
-        self._encode(page, keys, values, batch, key, value)
+        self._encode(page, keys, values, batch, key, value, full_precision)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
         full_precision.store(key, value, sinks, batch.sinks)
         for part in batch.parts:
@@ -119,7 +119,9 @@ class PagedAttention:
             )  # fmt: skip
         full_precision.store(key, value, self.rings.flatten(0, 1), batch.recent)
 
-    def _encode(self, page: Page, keys: Codes, values: Codes, batch: Batch, key: Tensor, value: Tensor) -> None:
+    def _encode(
+        self, page: Page, keys: Codes, values: Codes, batch: Batch, key: Tensor, value: Tensor, full_precision: Any
+    ) -> None:
         """Writes the codes of new tokens into their pages."""
         stored = [key, value] if batch.stored is None else [key[batch.stored], value[batch.stored]]
         if not len(stored[0]):
@@ -131,8 +133,7 @@ class PagedAttention:
         if page.group == 1:
             page.keys.put(keys, *place, self.encoder.encode_keys(stored[0], batch.rotation))
         if (groups := batch.groups) is not None:
-            old, new = (groups.token.where(x, 0) for x in (~groups.is_new, groups.is_new))
-            tokens = key[new].where(groups.is_new[:, None, None], self.rings.flatten(0, 1)[old, 0])
+            tokens = full_precision.gather(key, self.rings.flatten(0, 1), groups.is_new, groups.token)
             page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
 
     def _states(

@@ -173,6 +173,36 @@ def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
 
 
 @triton.jit
+def _gather_kernel(
+    key, recent, is_new, token, out, k_time, k_head, r_token, r_head, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies a token's key, WIDTH numbers of all heads, from the pass or from a ring. Grid (tokens,)."""
+    i = tl.program_id(0).to(tl.int64)
+    place = tl.load(token + i)
+    new = tl.load(is_new + i)
+    for start in range(0, WIDTH, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        m, head, o_d = o < WIDTH, o // D, o % D
+        if new:
+            b_x = tl.load(key + place * k_time + head * k_head + o_d, mask=m).to(out.dtype.element_ty)
+        else:
+            b_x = tl.load(recent + place * r_token + head * r_head + o_d, mask=m)
+        tl.store(out + i * WIDTH + o, b_x, mask=m)
+
+
+def gather(key: Tensor, recent: Tensor, is_new: Tensor, token: Tensor) -> Tensor:
+    """As that of `paged_reference`."""
+    (_, heads, head_dim), key = key.shape, row_major(key)
+    out = recent.new_empty(len(token), heads, head_dim)
+    _gather_kernel[(len(token),)](
+        key, recent, is_new, token, out, *key.stride()[:2], recent.stride(0), recent.stride(2), D=head_dim,
+        WIDTH=heads * head_dim, BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _copy_rings_kernel(rings, places, width, requests, BLOCK: tl.constexpr):
     """Copies the ring of a request, `width` numbers, if it is another one's. Grid (requests,)."""
     source = tl.load(places + tl.program_id(0))

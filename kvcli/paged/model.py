@@ -134,7 +134,10 @@ class PagedModel:
         (self.device,) = self._seam.devices
         self._sinks = session.config.sink_length
         self._ranges = StepRanges(2 * len(session.codecs), self.device)
-        self._encoders = [LayerEncoder(x, i, model.dtype, self._ranges) for i, x in enumerate(session.codecs)]
+        self._encoders = [
+            LayerEncoder(x, i, model.dtype, self._ranges, session.backend.unrotate)
+            for i, x in enumerate(session.codecs)
+        ]
         self.layout = [Page(x, model.dtype, page_size, self._sinks) for x in self._encoders]
         self.page_bytes = sum(page.nbytes for page in self.layout)
         # and one that is nobody's, for what is not stored

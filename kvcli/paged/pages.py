@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.reference import unrotate
 from kvcli.cache.ranges import Note, StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.pages import ALIGNMENT
-from kvcli.rope import Rotation
+from kvcli.rope import Rotation, Unrotate
 
 
 class PageFields:
@@ -73,10 +72,13 @@ class LayerEncoder:
         layer_idx: what messages call the layer.
         dtype: of the model's keys and values.
         ranges: where the largest numbers that are encoded are noted.
+        unrotate: of the backend.
     """
 
-    def __init__(self, codec: LayerCodec, layer_idx: int, dtype: torch.dtype, ranges: StepRanges) -> None:
-        self.codec, self._dtype, self._device = codec, dtype, ranges.device
+    def __init__(
+        self, codec: LayerCodec, layer_idx: int, dtype: torch.dtype, ranges: StepRanges, unrotate: Unrotate
+    ) -> None:
+        self.codec, self._dtype, self._device, self._unrotate = codec, dtype, ranges.device, unrotate
         self._key_dtype = dtype if codec.key.space == "post_rope" else torch.float32
         self._notes = (
             Note(ranges, f"keys of layer {layer_idx}", codec.key),
@@ -91,7 +93,9 @@ class LayerEncoder:
 
     def encode_keys(self, keys: Tensor, rotation: Rotation) -> Codes:
         """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim]; `rotation` is RoPE of the tokens, float32."""
-        return _encode(self._notes[0], self.codec.encoder_input(keys.transpose(0, 1).unsqueeze(0), rotation, unrotate))
+        return _encode(
+            self._notes[0], self.codec.encoder_input(keys.transpose(0, 1).unsqueeze(0), rotation, self._unrotate)
+        )
 
     def encode_values(self, values: Tensor) -> Codes:
         """Codes of values [tokens, num_kv_heads, head_dim]."""
@@ -99,9 +103,8 @@ class LayerEncoder:
 
 
 def _encode(note: Note, x: Tensor) -> Codes:
-    codes: Codes = note.codec.encode(x, None)
-    if (peak := note.peak(x.dtype)) is not None:
-        torch.maximum(peak, note.codec.peak(x, codes), out=peak)
+    peak = note.peak(x.dtype)
+    codes: Codes = note.codec.encode(x, None) if peak is None else note.codec.encode_noted(x, peak)
     return codes
 
 

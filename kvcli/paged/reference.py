@@ -69,6 +69,18 @@ def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
     stored[tuple(places[:, kept])] = torch.stack((key[kept], value[kept]), 1)
 
 
+def gather(key: Tensor, recent: Tensor, is_new: Tensor, token: Tensor) -> Tensor:
+    """Keys of groups of tokens, [tokens, num_kv_heads, head_dim], those of the pass in the dtype of `recent`.
+
+    Args:
+        key: of all new tokens, [tokens, num_kv_heads, head_dim].
+        recent: of all rings, [places, 2, num_kv_heads, head_dim].
+        is_new, token: as of `Groups`.
+    """
+    old, new = (token.where(x, 0) for x in (~is_new, is_new))
+    return key[new].to(recent.dtype).where(is_new[:, None, None], recent[old, 0])
+
+
 def copy_rings(rings: Tensor, places: Tensor) -> None:
     """Copies rings [rings, tokens, 2, num_kv_heads, head_dim] to others, from places[0] to places[1], int64."""
     source, copy = places[:, places[0] != places[1]]

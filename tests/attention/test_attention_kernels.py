@@ -9,7 +9,7 @@ from parts import DEVICE, Rotary, make_codec
 from kvcli.attention import decoded, reference, window_kernels
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
-from kvcli.rope import Rope, Rotation, TokenRotations
+from kvcli.rope import Rope, Rotation, TokenRotations, unrotate
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,14 @@ def test_inverse_rope_of_old_keys(batch: int, length: int, head_dim: int, rotary
     rotation = Rotation(1.3 * plain.cos, 1.3 * plain.sin)  # as with YaRN's attention scaling
     keys = torch.randn(batch, 3, length + 5, head_dim, device=DEVICE)[:, :, 5:]
     rotated = rotation.apply(keys).bfloat16()
-    assert torch.allclose(window_kernels.unrotate(rotation, rotated), reference.unrotate(rotation, rotated), atol=1e-6)
+    assert torch.allclose(window_kernels.unrotate(rotation, rotated), unrotate(rotation, rotated), atol=1e-6)
     assert (window_kernels.unrotate(rotation, rotated) - keys).norm() < 5e-3 * keys.norm()
+    turned = Rope(Rotary(rotary_dim)).rotation(positions // 16 * 16, torch.float32)
+    for rows in {1, batch}:
+        offset = torch.randn(rows, 3, 1, head_dim, device=DEVICE), turned
+        less, expected = (each(rotation, rotated, offset) for each in (window_kernels.unrotate, unrotate))
+        assert torch.allclose(less, expected, atol=1e-5)
+        assert (less - unrotate(rotation, rotated)).abs().amax() > 1
 
 
 def test_positions_that_jump_are_refused() -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import kvcli
-from kvcli.attention.reference import unrotate
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore
 from kvcli.methods.fp16 import METHOD as FP16
 from kvcli.methods.method import Schedule
+from kvcli.rope import unrotate
 from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec, RopeSpec
 

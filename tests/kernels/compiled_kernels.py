@@ -173,6 +173,7 @@ def record(
                     layer = encoded_layer(case, seam.spec, seam.rope, **shape, **where).in_pages(page_size)
                     layer.attend(attached.backend.attend_codes, layer.encoded_tokens())
                     launch_exact(page_size, seam.spec, dtype)
+                    launch_encoders(attached.codecs[0], attached.backend.unrotate, seam, dtype)
                     continue
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
@@ -206,6 +207,18 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     for axes in (1, 2):
         paged_kernels.store(key, key, stored, torch.zeros(axes, len(key), dtype=torch.int64))
     paged_kernels.copy_rings(stored, torch.zeros(2, 1, dtype=torch.int64))
+    group = torch.ones(32, dtype=torch.bool), torch.zeros(32, dtype=torch.int64)
+    paged_kernels.gather(key, stored.flatten(0, 1), *group)
+
+
+def launch_encoders(codec: Any, unrotate: Any, seam: Any, dtype: torch.dtype) -> None:
+    """Launches the kernels that encode the tokens of a step in an engine, keys less an offset."""
+    spec, count, peak = seam.spec, codec.key.tokens_per_group, torch.zeros(())
+    x = torch.zeros(1, spec.num_kv_heads, count, spec.head_dim, dtype=dtype)
+    codec.key_offset = torch.ones(spec.num_kv_heads, spec.head_dim) if codec.needs_rotations else None
+    keys = codec.encoder_input(x, seam.rope.rotation(torch.arange(count)[None], torch.float32), unrotate)
+    for part, tokens in ((codec.key, keys), (codec.value, x)):
+        part.encode_noted(tokens, peak)
 
 
 def shared_memory(capability: int, launch: Launch) -> int:

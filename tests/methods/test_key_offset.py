@@ -18,7 +18,7 @@ from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method, make_config
-from kvcli.rope import Rope, Rotation, TokenRotations
+from kvcli.rope import Rope, Rotation, TokenRotations, unrotate
 from kvcli.seam.versions import with_cache
 
 LENGTH = 70
@@ -50,11 +50,11 @@ def test_an_offset_is_taken_off_and_added_exactly(name: str) -> None:
     if state is not None:
         codec.key.observe(state, torch.randn(1, 4, length, 16), keys, torch.tensor([float(length)]))
         codec.key.finalize_state(state, [0])
-    plain_codes = codec.key.encode(codec.encoder_input(rotation.apply(keys), rotation, reference.unrotate), state)
+    plain_codes = codec.key.encode(codec.encoder_input(rotation.apply(keys), rotation, unrotate), state)
     plain = codec.decode_keys(plain_codes, state, rotation, torch.float32)
     offset = set_offset(codec, 8.0)  # a power of two, and small: sums are nearly exact
     shifted = rotation.apply(keys + offset)
-    codes = codec.key.encode(codec.encoder_input(shifted, rotation, reference.unrotate), state)
+    codes = codec.key.encode(codec.encoder_input(shifted, rotation, unrotate), state)
     decoded = codec.decode_keys(codes, state, rotation, torch.float32)
     error = (decoded - rotation.apply(offset + 0 * keys) - plain).norm() / plain.norm()
     assert error < (1e-2 if name == "qjl" else 2e-3)  # some codes at a rounding edge differ

@@ -10,7 +10,6 @@ import torch
 from factories import make_spec
 from torch import Tensor, nn
 
-from kvcli.attention.reference import unrotate
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.klt import trellis
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
@@ -21,7 +20,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerFisher, LayerSamples
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.registry import get_method
-from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, NoRope, Rope, Rotation
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, NoRope, Rope, Rotation, unrotate
 
 WIDTH, TOKENS = 16, 600
 

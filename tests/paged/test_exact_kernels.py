@@ -101,6 +101,23 @@ def test_tokens_are_stored_as_in_the_reference(kv_heads: int, width: int) -> Non
         assert found[0].any(-1).any(-1).all(-1).sum() == sum(x >= 0 for x in places[0])
 
 
+@pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
+def test_groups_are_gathered_as_in_the_reference(kv_heads: int, width: int) -> None:
+    """Of new keys, which are not contiguous, and of recent ones, in the dtype of these."""
+    torch.manual_seed(0)
+    of_pass = random(6, 3 * kv_heads, width)[:, kv_heads : 2 * kv_heads]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        key = of_pass.bfloat16() if dtype == torch.bfloat16 else of_pass
+        recent = random(9, 2, kv_heads, width, dtype=dtype)
+        is_new = torch.tensor([True, False, False, True, True], device=DEVICE)
+        token = torch.tensor([5, 8, 0, 0, 3], device=DEVICE)
+        found = [module.gather(key, recent, is_new, token) for module in MODULES]
+        assert found[1].dtype == dtype
+        assert torch.equal(*found)
+        assert torch.equal(found[0][1], recent[8, 0])
+        assert torch.equal(found[0][4], key[3].to(dtype))
+
+
 def test_rings_are_copied_as_in_the_reference() -> None:
     for ring in (5, 0):
         rings, places = random(6, ring, 2, 3, 20), torch.tensor([[1, 2, 2, 5], [1, 4, 2, 0]], device=DEVICE)

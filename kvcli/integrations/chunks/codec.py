@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.attention.reference import unrotate
 from kvcli.errors import ChunkError
 from kvcli.integrations.chunks.format import NO_START, SIZE, ChunkHeader, ChunkLayout
 from kvcli.integrations.chunks.served import Served
 from kvcli.integrations.chunks.starts import find_starts, spread
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.rope import Rotation
+from kvcli.rope import Rotation, unrotate
 
 _SAMPLED_LAYERS = 4
 

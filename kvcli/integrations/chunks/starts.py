@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvcli.attention.reference import unrotate
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.rope import Rope
+from kvcli.rope import Rope, unrotate
 
 _FEW_TOKENS, _FEW_LAYERS = 1, 2
 _MORE_TOKENS, _MORE_LAYERS = 8, 4

@@ -67,14 +67,11 @@ class EngineState:
             codec.to(device).eval()
             codec.use_kernels(self.backend.impl == "fused")
             in_model = spec.in_model(layer_idx)
-            self.encoders[in_model] = LayerEncoder(codec, in_model, model.dtype, self.ranges)
+            self.encoders[in_model] = LayerEncoder(codec, in_model, model.dtype, self.ranges, self.backend.unrotate)
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
-        if self.group > 1 and config.kv_transfer_config is not None:
-            raise UsageError(
-                f"{choice.method} encodes {self.group} tokens together, and a request that pages come back to can "
-                "begin within them: choose a method that encodes tokens independently, or omit kv_transfer_config"
-            )
+        if config.kv_transfer_config is not None:
+            check_transfer(choice.method, self.group)
         rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
         residual_length = choice.named.get("residual_length", RESIDUAL_LENGTH)
         self.make_rings = partial(ResidualRings, rings, residual_length, self.group, device)
@@ -112,6 +109,15 @@ def engine_state(config: VllmConfig) -> EngineState:
         with set_default_torch_dtype(torch.float32), torch.device("cpu"):
             _made[:] = [(config, EngineState(config))]
     return _made[0][1]
+
+
+def check_transfer(method: str, group: int) -> None:
+    """UsageError: pages of a method cannot leave the device and come back."""
+    if group > 1:
+        raise UsageError(
+            f"{method} encodes {group} tokens together, and a request that pages come back to can begin within them: "
+            "choose a method that encodes tokens independently, or omit kv_transfer_config"
+        )
 
 
 def check_engine(config: VllmConfig) -> None:

@@ -182,7 +182,7 @@ class _KLT(Codec[KLTCodes, None]):
     def make_kernel_tables(self) -> None:
         _ = self.inverse, self.tables
 
-    def encode_into(self, x: Tensor, state: None, codes: KLTCodes) -> None:
+    def encode_into(self, x: Tensor, state: None, codes: KLTCodes, peak: Tensor | None = None) -> None:
         if not self.fused:
             super().encode_into(x, state, codes)
             return
@@ -190,8 +190,18 @@ class _KLT(Codec[KLTCodes, None]):
 
         tables = self.tables
         encode_tokens(
-            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, self.code.trellis
+            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, self.code.trellis, peak
         )
+
+    def encode_noted(self, x: Tensor, peak: Tensor) -> KLTCodes:
+        return self._new_codes(x, peak) if self.fused else super().encode_noted(x, peak)
+
+    def _new_codes(self, x: Tensor, peak: Tensor | None = None) -> KLTCodes:
+        """Codes that a kernel writes."""
+        shapes = (x.shape[0], 1, x.shape[2], sum(self.num_bytes)), (*x.shape[:3], 1)
+        written = KLTCodes(*(x.new_empty(shape, dtype=torch.uint8) for shape in shapes))
+        self.encode_into(x, None, written, peak)
+        return written
 
     def decode_to(self, codes: KLTCodes, state: None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
@@ -203,10 +213,7 @@ class _KLT(Codec[KLTCodes, None]):
 
     def encode(self, x: Tensor, state: None = None) -> KLTCodes:
         if self.fused:
-            shapes = (x.shape[0], 1, x.shape[2], sum(self.num_bytes)), (*x.shape[:3], 1)
-            written = KLTCodes(*(x.new_empty(shape, dtype=torch.uint8) for shape in shapes))
-            self.encode_into(x, state, written)
-            return written
+            return self._new_codes(x)
         y, exact = self.analyse(x)
         stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
         tables = self.tables

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.words import as_decoded
 from kvcli.methods.klt.field_kernels import COLUMNS, FIELDS, PER_OCTAVE, UNIT, gains, head_bytes
-from kvcli.methods.klt.fields import BANDS, MOST_BYTES
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
 from kvcli.methods.klt.search_kernels import rounded, search
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
@@ -21,6 +21,8 @@ _SEARCH_PROGRAMS = 1056
 """Of which each has memory for the search of a block of tokens."""
 
 _BANDS = tl.constexpr(BANDS)
+_NEAR = tl.constexpr(2.0 ** ((250 - UNIT_GAIN) / GAINS_PER_OCTAVE))
+"""The gain from which on one is noted."""
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
 
@@ -41,10 +43,10 @@ def _band(b_x, inverse, f, o_d, o_w, m_w, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _encode_block(
-    block, i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes,
+    block, i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes,
     x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    TRELLIS: tl.constexpr,
+    TRELLIS: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
     """Codes and gains of BLOCK_T tokens of head i_h; `inverse`, `fields`, `scratch` and `codes` are its own."""
     o_d, o_w, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
@@ -62,6 +64,9 @@ def _encode_block(
     b_stored = rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * PER_OCTAVE) + UNIT, 255.0)
     b_gain = tl.where(b_stored > 0, tl.exp2((b_stored - UNIT) / PER_OCTAVE), 1e-30)
     tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
+    if NOTE:
+        largest = tl.max(tl.where(m_n, b_square, 0.0), 0)
+        tl.atomic_max(peak, tl.sqrt(largest), mask=largest > _NEAR * _NEAR)
     if TRELLIS:
         for f in tl.static_range(_BANDS):
             last = 4 * tl.load(fields + COLUMNS * f + 2) + 3
@@ -97,19 +102,19 @@ def _encode_block(
         tl.store(p_byte + i * W, b_byte, mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
 
 
-@triton.jit(do_not_specialize=["length", "total", "blocks"], do_not_specialize_on_alignment=["packed", "gain"])
+@triton.jit(do_not_specialize=["length", "total", "blocks"], do_not_specialize_on_alignment=["packed", "gain", "peak"])
 def _encode_kernel(
-    x, inverse, mean, weights, fields, packed, gain, scratch, codes,
+    x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes,
     x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, blocks,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    TRELLIS: tl.constexpr,
+    TRELLIS: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
     """Codes and gains of `total` = batch * length tokens of a head, in `blocks` of BLOCK_T; grid (programs, heads).
 
     x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
     [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
     length, 1], strides p_* and g_*, are written. If TRELLIS, scratch float32 and codes int16 [heads, programs, D,
-    BLOCK_T] are, too.
+    BLOCK_T] are, too. NOTE: peak, float32 [], grows to the largest gain if that is near the largest that is stored.
     """
     i_h = tl.program_id(1).to(tl.int64)
     inverse += i_h * (D * D)
@@ -119,14 +124,16 @@ def _encode_kernel(
         codes += (i_h * tl.num_programs(0) + tl.program_id(0)) * (D * BLOCK_T)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             _encode_block(
-                block, i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes, x_batch, x_head, x_time,
-                p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, True,
+                block, i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes, x_batch, x_head,
+                x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, True,
+                NOTE,
             )  # fmt: skip
             tl.debug_barrier()
     else:
         _encode_block(
-            tl.program_id(0), i_h, x, inverse, mean, weights, fields, packed, gain, scratch, codes, x_batch, x_head,
-            x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, False,
+            tl.program_id(0), i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes, x_batch,
+            x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T,
+            False, NOTE,
         )  # fmt: skip
 
 
@@ -187,20 +194,22 @@ def _decode_kernel(
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
 
 
-def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
-    return _TILES.on(device) if head_dim <= 128 else {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
+def _tile(head_dim: int, tokens: int, device: torch.device) -> dict[str, int]:
+    if head_dim > 128:
+        return {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
+    return _WIDE_TILE if tokens <= _WIDE_TILE["BLOCK_T"] else _TILES.on(device)
 
 
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
-    trellis: bool,
+    trellis: bool, peak: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel."""
     x = row_major(x)
     batch, heads, length, head_dim = x.shape
     width = head_dim // BANDS
     if x.numel():
-        tile = _tile(head_dim, x.device)
+        tile = _tile(head_dim, batch * length, x.device)
         programs = blocks = cdiv(batch * length, tile["BLOCK_T"])
         scratch = x, x  # not used
         if trellis:
@@ -208,10 +217,10 @@ def encode_tokens(
             shape = (heads, programs, head_dim, tile["BLOCK_T"])
             scratch = torch.empty(shape, device=x.device), torch.empty(shape, dtype=torch.int16, device=x.device)
         _encode_kernel[(programs, heads)](
-            x, inverse, mean, weights, fields, packed, gain, *scratch, *x.stride()[:3],
-            packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, blocks, D=head_dim,
-            W=width, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)), TRELLIS=trellis,
-            **tile,
+            x, inverse, mean, weights, fields, packed, gain, x if peak is None else peak, *scratch,
+            *x.stride()[:3], packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, blocks,
+            D=head_dim, W=width, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)),
+            TRELLIS=trellis, NOTE=peak is not None, **tile,
         )  # fmt: skip
 
 
@@ -224,7 +233,7 @@ def decode_tokens(
     width = head_dim // BANDS
     out = packed.new_empty(batch, heads, length, head_dim, dtype=dtype)
     if out.numel():
-        tile = _tile(head_dim, packed.device)
+        tile = _tile(head_dim, batch * length, packed.device)
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
             heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32, TRELLIS=trellis,

@@ -130,6 +130,13 @@ class PerChannelCodec(ScalarCodec[StateT], KeyCodec[ScalarCodes, StateT]):
         codes, scale, zero = self.quantize_channels(x)
         return ScalarCodes(pack_planes(codes, self.n_bits), scale, zero)
 
+    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
+        if not self.fused:
+            return super().encode_noted(x, peak)
+        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
+
+        return ScalarCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group, peak))
+
     def scores(self, query: Tensor, codes: ScalarCodes, state: StateT, rotation: Rotation | None) -> Tensor:
         if rotation is not None:
             return super().scores(query, codes, state, rotation)
@@ -172,6 +179,13 @@ class PerTokenCodec(ScalarCodec[None]):
             return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size))
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
         return ScalarCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
+
+    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
+        if not self.fused:
+            return super().encode_noted(x, peak)
+        from kvcli.methods.scalar.encode_kernels import quantize_per_token
+
+        return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size, peak))
 
     def encode_into(self, x: Tensor, state: None, codes: ScalarCodes) -> None:
         if not self.fused:

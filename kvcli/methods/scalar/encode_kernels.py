@@ -46,16 +46,24 @@ def clamp_to_fp16(x):
     return tl.minimum(tl.maximum(x.to(tl.float32), -FP16_MAX), FP16_MAX)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit
+def _note(b_x, peak):
+    """`peak` grows to the largest magnitude of b_x, if that is beyond what 1-bit codes hold."""
+    largest = tl.max(tl.max(tl.max(tl.abs(b_x.to(tl.float32)), axis=2), axis=1), axis=0)
+    tl.atomic_max(peak, largest, mask=largest > FP16_MAX / 2)
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["peak"])
 def _per_channel_kernel(
-    x, packed, scales, zeros, stride_b, stride_h, stride_t, heads, groups,
+    x, packed, scales, zeros, peak, stride_b, stride_h, stride_t, heads, groups,
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zeros per channel of one group of G tokens of one head; grid (groups, batch * heads).
 
     x [batch, heads, groups * G, D] float, strides stride_*; written: packed int16 [batch, heads, groups * G, WORDS],
-    scales and zeros float16 [batch, heads, groups, D]. BITS per code; BLOCK_G and BLOCK_W are G and WORDS padded.
+    scales and zeros float16 [batch, heads, groups, D]. BITS per code; BLOCK_G and BLOCK_W are G and WORDS padded. NOTE
+    as of `_per_token_kernel`.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -66,7 +74,10 @@ def _per_channel_kernel(
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = (o_t < G) & m_c
     base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
-    b_x = clamp_to_fp16(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
+    b_x = tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0)
+    if NOTE:
+        _note(b_x, peak)
+    b_x = clamp_to_fp16(b_x)
     low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
     high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
     scale, zero = affine_scale(low, high, LEVELS)
@@ -117,8 +128,7 @@ def _per_token_kernel(
     p_x = x + i_b * x_batch + i_h * x_head + slot * x_time + o_c
     b_x = tl.load(p_x, mask=m_x, other=0.0)
     if NOTE:
-        largest = tl.max(tl.max(tl.max(tl.abs(b_x.to(tl.float32)), axis=2), axis=1), axis=0)
-        tl.atomic_max(peak, largest, mask=largest > FP16_MAX / 2)
+        _note(b_x, peak)
     b_x = clamp_to_fp16(b_x)
     p_s = i_b * s_batch + i_h * s_head + o_t * GROUPS
     b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
@@ -139,8 +149,12 @@ def _per_token_kernel(
     tl.store(p_w, words.to(tl.int16), mask=m_t & (o_w < WORDS))
 
 
-def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_channel(
+    x: Tensor, n_bits: ScalarBits, group_size: int, peak: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each channel of x [batch, heads, time, channels] in groups of `group_size` tokens.
+
+    `peak` as of `encode_per_token`.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
@@ -155,15 +169,19 @@ def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tupl
     if x.numel():
         block = power_of_two(group_size)
         _per_channel_kernel[(groups, batch * heads)](
-            x, packed, scale, zero, *x.stride()[:3], heads, groups,
+            x, packed, scale, zero, x if peak is None else peak, *x.stride()[:3], heads, groups, NOTE=peak is not None,
             BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_G=block,
             BLOCK_W=power_of_two(words), num_warps=tile_warps(block * channels),
         )  # fmt: skip
     return packed.view(torch.uint8), scale, zero
 
 
-def quantize_per_token(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_token(
+    x: Tensor, n_bits: ScalarBits, group_size: int, peak: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each token of x [batch, heads, time, channels] in groups of `group_size` channels.
+
+    `peak` as of `encode_per_token`.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
@@ -173,7 +191,7 @@ def quantize_per_token(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[
     packed = x.new_empty(*x.shape[:3], planes_size(x.shape[-1], n_bits), dtype=torch.uint8)
     scale = x.new_empty(*x.shape[:3], groups, dtype=torch.float16)
     out = packed, scale, torch.empty_like(scale)
-    encode_per_token(x, x.shape[2], n_bits, group_size, out)
+    encode_per_token(x, x.shape[2], n_bits, group_size, out, peak=peak)
     return out
 
 
