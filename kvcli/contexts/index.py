@@ -84,7 +84,9 @@ class Index:
         """
         self._exists()
         with self._open("mode=rwc") as db:
+            _patiently(db, "BEGIN")  # of one moment: others may be making the index
             self._is_new(db)  # what is not ours is not changed
+            db.execute("COMMIT")
             with suppress(sqlite3.OperationalError):  # other processes use it, or its file system has no shared memory
                 db.execute("PRAGMA journal_mode = WAL")
             _patiently(db, "BEGIN IMMEDIATE")

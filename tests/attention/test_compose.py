@@ -23,6 +23,7 @@ from kvcli.cache.context import Context
 from kvcli.cache.joined import obstacle
 from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS, get_method
+from kvcli.rope import unrotate
 from kvcli.seam.versions import with_cache
 
 PREFIX, QUESTION = torch.arange(3, 8)[None], torch.tensor([[9, 11, 10, 60]])
@@ -87,7 +88,7 @@ def test_documents_differ_by_what_they_do_not_see_of_each_other(session: Session
     for codec, layer, (key, value) in zip(session.codecs, stock.layers, found, strict=True):
         places = session.rope.rotation(positions[:, sinks:], torch.float32)
         keys, values = layer.keys[:, :, sinks:], layer.values[:, :, sinks:]
-        keys = codec.encoder_input(keys, places, lambda r, x: r.unapply(x)) if codec.needs_rotations else keys
+        keys = codec.encoder_input(keys, places, unrotate) if codec.needs_rotations else keys
         decoded = codec.decode_keys(codec.key.encode(keys, None), None, places, torch.float32)
         torch.testing.assert_close(decoded, key[:, :, sinks:], **rounding)
         decoded = codec.value.decode(codec.value.encode(values, None), None)

@@ -7,12 +7,14 @@ import resource
 import shutil
 import sqlite3
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from contexts_made import Maker, execute, needed_by, path_of, tokens
 
-from kvcli.contexts import ContextStore
+from kvcli.contexts import ContextStore, index
+from kvcli.contexts.index import Index, names
 from kvcli.errors import ContextError
 
 OTHERS = ["package.json", "notes.tmp", "a.json", "a.context.json", "blocks/mine.tmp", "blocks/own.safetensors"]
@@ -152,3 +154,26 @@ def test_a_store_that_is_read_only(maker: Any, store: ContextStore, monkeypatch:
     for use in (lambda: store.put(made.context(tokens(40))), store.prune, lambda: store.remove("a")):
         with pytest.raises(ContextError, match="is read-only: nothing can be stored or removed"):
             use()
+
+
+def test_an_index_that_two_processes_make_at_once_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One asks what the file is while the other one makes its tables."""
+    patiently, others = index._patiently, list[Thread]()
+
+    def other() -> None:
+        with Index(tmp_path).writing():
+            pass
+
+    def asked(db: Any, statement: str) -> Any:
+        found = patiently(db, statement)
+        if statement == "PRAGMA user_version" and not others:
+            others.append(Thread(target=other))
+            others[0].start()
+            others[0].join(0.3)
+        return found
+
+    monkeypatch.setattr(index, "_patiently", asked)
+    with Index(tmp_path).writing():
+        pass
+    others[0].join()
+    assert names(tmp_path) == []
