@@ -22,6 +22,7 @@ from kvcli.paged.attention import Page
 from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.rings import RESIDUAL_LENGTH
 from kvcli.report.page import WIDE, Chart, axis, bars, layer, log, loss_by_size
+from kvcli.rope import unrotate
 
 FOLDER = Path(__file__).resolve().parent
 SHAPE, CONTEXT = "llama-3.1-8b", 131072
@@ -75,7 +76,8 @@ def capacity() -> Chart:
 def page() -> Chart:
     """The bytes of a page."""
     spec, choice = shape_spec(SHAPE), MethodChoice.of("kivi-2")
-    encoder = LayerEncoder(unfitted_codec(choice, spec, 0), 0, torch.bfloat16, StepRanges(2, torch.device("cpu")))
+    ranges = StepRanges(2, torch.device("cpu"))
+    encoder = LayerEncoder(unfitted_codec(choice, spec, 0), 0, torch.bfloat16, ranges, unrotate)
     made = Page(encoder, torch.bfloat16, 128, choice.config.sink_length)
     keys, values, sinks = made.views(torch.zeros(1, made.nbytes, dtype=torch.uint8))
     parts = [
