@@ -235,7 +235,15 @@ def test_models_attend_as_the_reference_does(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["fp16", "fp8", "rtn-4", "kivi-2", "turboquant-3", "klt-3", "qjl"])
 @pytest.mark.parametrize("kind", [*MODELS, "true size"])
 def test_steps_of_unequal_widths_are_captured(kind: str, name: str, dtype: torch.dtype) -> None:
-    sizes = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "num_attention_heads": 16, "num_key_value_heads": 16}
+    if kind.startswith("mimo") and dtype == torch.float32:
+        pytest.skip("torch makes the products of its experts, in float32, on the host, which is not captured")
+    sizes = {
+        "head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "kv_lora_rank": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
     true_size = make("deepseek_v3", **sizes, num_hidden_layers=2).to(DEVICE, dtype) if kind == "true size" else None
     model = model_of(kind, dtype) if true_size is None else true_size
     settings: Any = {"residual_length": 32, "group_size": 16}
