@@ -114,16 +114,16 @@ def test_ranks_without_a_number_are_refused_by_commands_that_share_work(tiny: An
 def test_demo_keeps_its_promises_and_a_second_run_reuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole pipeline on the real built-in model: what the README promises, with numbers of a fourth of the text."""
     options = kl.KLOptions
-    monkeypatch.setattr(kl, "KLOptions", lambda **given: options(**{**given, "seq_len": 512, "num_sequences": 1}))
+    monkeypatch.setattr(kl, "KLOptions", lambda **given: options(**{**given, "seq_len": 256, "num_sequences": 1}))
     command = ("demo", "--json", "--tokens", "512", "--max-new-tokens")  # not 12288, the demo's own
-    first = invoke(*command, "24")
+    first = invoke(*command, "12")
     record = json.loads(first.stdout)
     assert record["true_bits"] <= 2.2
     assert record["kl_mean"] <= 0.15
     assert record["commvq"]["memory"]["num_encoded"] > 0
-    assert record["commvq"]["new_tokens"] == record["fp16"]["new_tokens"] == 24
+    assert record["commvq"]["new_tokens"] == record["fp16"]["new_tokens"] == 12
     assert "quick preset" in first.stderr
-    second = invoke(*command, "8")
+    second = invoke(*command, "4")
     again = json.loads(second.stdout)
     assert "30 of 30 layers were fitted already" in second.stderr
     assert again["seconds"]["train"] < 0.2 * record["seconds"]["train"]

@@ -126,13 +126,11 @@ def test_devices_start_the_processes_and_their_exit_code_is_the_commands(folder:
     """A quality gate that is missed is exit code 3, said once; a rank's error too."""
     make_model("llama", vocab_size=260).save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
-    command = ("eval", "kl", "model", *METHODS, *TOKENS, "--device", "cpu", "--json")
-    alone = started(folder, *command)
-    shared = started(folder, *command, "--devices", "2", "--max-kld", "0")
-    assert (alone.returncode, shared.returncode) == (0, 3), shared.stderr
-    rows = [json.loads(x.stdout)["rows"] for x in (alone, shared)]
-    assert rows[0][0]["units"] == rows[1][0]["units"]
-    assert rows[0][0]["memory"] == rows[1][0]["memory"]
+    command = ("eval", "kl", "model", *METHODS, *TOKENS, "--device", "cpu", "--json", "--devices", "2")
+    shared = started(folder, *command, "--max-kld", "0")
+    assert shared.returncode == 3, shared.stderr
+    (row,) = json.loads(shared.stdout)["rows"]
+    assert row["num_tokens"] == 3 * 48
     (said,) = (line for line in shared.stderr.splitlines() if "error" in line)
     assert said.startswith("error: quality gate missed")
     assert "W1" not in shared.stderr
