@@ -48,6 +48,11 @@ class CacheOptions(ModelOptions):
 class PlanOptions(CacheOptions):
     """Options of `kvcli plan`."""
 
+    gpus: int = Field(
+        1, ge=1, le=2**10, description="engine: GPUs of a node, which divide each layer (tensor parallel)"
+    )
+    nodes: int = Field(1, ge=1, le=2**16, description="engine: nodes, each with requests of its own")
+    requests: int | None = Field(None, ge=1, description="engine: requests at once, for which nodes are counted")
     tokens: int = Field(65536, ge=2, description="calibration: token budget")
     seq_len: int = Field(2048, ge=2, description="calibration: tokens per sequence")
     query_tokens: int = Field(8192, ge=0, description="calibration: tokens whose queries are recorded")
@@ -61,6 +66,9 @@ def run(options: PlanOptions, output: Output) -> None:
     A --memory is a GPU's, also where there is none, unless --device cpu says otherwise.
     """
     memory = parse_size(options.memory)
+    in_engine = (options.gpus, options.nodes, options.requests) != (1, 1, None)
+    if in_engine and memory is None:
+        raise UsageError("say what an engine may use of each GPU, such as --memory 80GiB")
     planned, plans = method_plans(options, options.method)
     import torch
 
@@ -71,7 +79,7 @@ def run(options: PlanOptions, output: Output) -> None:
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
     budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
     sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
-    record = {
+    record: dict[str, Any] = {
         "model": planned.name,
         "device": planned.device.type,
         "dtype": str(planned.dtype).removeprefix("torch."),
@@ -87,6 +95,13 @@ def run(options: PlanOptions, output: Output) -> None:
         "calibrate": calibration(planned, CollectConfig.for_tokens(sequences, **budgets), program),
         "methods": [_method_row(plan, plans, options, memory) for plan in plans],
     }
+    if in_engine and memory is not None:
+        from kvcli.plan.cluster import Cluster
+
+        cluster, length = Cluster(options.nodes, options.gpus, memory), options.prompt_tokens + options.max_new_tokens
+        for row, plan in zip(record["methods"], plans, strict=True):
+            row["engine"] = cluster.holds(plan, length, options.requests)
+        record |= options.model_dump(include={"gpus", "nodes", "requests"})
     for line in _lines(record, planned):
         output.say(line)
     model = options.model  # or a shape, of which there is nothing to calibrate
@@ -205,6 +220,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
                 "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
                 "peak": size(row["peak_bytes"]),
                 **({"longest": _short_number(fits["context"]), "batch": _short_number(fits["batch"])} if fits else {}),
+                **{name: _short_number(number) for name, number in (row.get("engine") or {}).items()},
                 "pays from": " / ".join(_short_number(pays["context"]) for pays in row["break_even"]) or "-",
             }
         )
@@ -212,6 +228,8 @@ def _table(record: Mapping[str, Any]) -> DataTable:
     title = f"{record['batch']} x {record['prompt_tokens']} + {record['new_tokens']} tokens"
     if record["memory_bytes"]:
         title += f"; longest, batch: what fits into {size(record['memory_bytes'])}"
+    if "nodes" in record:
+        title += f"; tokens, requests: what an engine holds on {record['nodes']} x {record['gpus']} such GPUs"
     if against:
         title += f"; pays from: tokens, against {' / '.join(pays['against'] for pays in against)}"
     return DataTable.of(title, cells, ("on disk", "bits", "artifact"))
