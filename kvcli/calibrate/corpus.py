@@ -77,8 +77,6 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say |
             a split, name or revision that the source does not have.
     """
     if config.source == "-":
-        if environment().count > 1:
-            raise UsageError("standard input can be read by one process only; pass a file to --corpus")
         _check_local(config)
         # standard input is one pass long and of unknown size: it is shuffled as a whole
         try:
@@ -105,15 +103,17 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say |
             skipping(f"rows without text that were left out: {len(skipped)}, first {skipped[0]}")
 
 
-def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len") -> None:
+def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len", *, shared: bool = False) -> None:
     """Checks a local source by name and size, so that it fails before a model is loaded.
 
     Raises:
         CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given; far
             fewer bytes than a sequence of `seq_len` tokens takes, which the `option` says.
-        UsageError: standard input, in one of several processes.
+        UsageError: standard input, which several processes would read, as is `shared` or as torchrun says.
     """
     if config.source == "-":
+        if shared or environment().count > 1:
+            raise UsageError("standard input can be read by one process only; pass a file to --corpus")
         _check_local(config)
         return
     files = _local_files(config)

@@ -17,6 +17,7 @@ from kvcli.commands.sizes import size
 from kvcli.errors import UsageError
 from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.models.hub import check_model_name
+from kvcli.storage.ranks import environment, join_ranks, start_ranks
 
 if TYPE_CHECKING:
     from kvcli.models.load import LoadedModel
@@ -83,15 +84,15 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
         **{"text_column": options.text_column, "seed": options.seed},
     }
     corpus = replace(default, **{name: value for name, value in given.items() if value is not None})
-    check_source(corpus)
+    check_source(corpus, shared=options.devices is not None)
+    if shard is not None and (options.devices is not None or environment().count > 1):
+        raise UsageError("torchrun and --devices share the work by themselves; leave out --shard")
+    start_ranks(options.devices, options.device)
 
     from kvcli.calibrate.collect import collect
-    from kvcli.storage.ranks import join_ranks
 
     output.settings(options.model_dump(mode="json"))
-    with join_ranks(options.devices, options.device) as ranks:
-        if shard is not None and ranks.count > 1:
-            raise UsageError("torchrun and --devices share the work by themselves; leave out --shard")
+    with join_ranks() as ranks:
         parts = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
         folder = options.out or model_folder(options.model, *parts)
         loaded = loaded or options.load(output)

@@ -16,7 +16,7 @@ from kvcli.commands.paths import artifact_record, model_folder, newest_samples, 
 from kvcli.commands.sizes import size
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, get_config, get_method, make_config, parse_name
-from kvcli.storage.ranks import join_ranks
+from kvcli.storage.ranks import join_ranks, start_ranks
 
 if TYPE_CHECKING:
     from kvcli.methods.method import Method
@@ -76,12 +76,13 @@ def run(options: FitOptions, output: Output) -> None:
     run_name = (config_cls.run_name or options.method).format(method=name, **values)
     folder = options.out or model_folder(recording.manifest.model, "training", run_name)
     layers = parse_layers(options.layers, recording.layers, "were recorded")
+    start_ranks(options.devices, options.device)
     if method.allocate is not None and recording.fisher is None:
         output.say("the samples do not tell what errors cost (--fisher-tokens 0): all layers get the same bits")
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
     reports: list[Mapping[str, Any]] = []
     reused: list[bool] = []
-    with join_ranks(options.devices, options.device) as ranks, output.progress("fit", len(layers), "layers") as advance:
+    with join_ranks() as ranks, output.progress("fit", len(layers), "layers") as advance:
 
         def done(layer_idx: int, metrics: Mapping[str, Any], was_fitted: bool) -> None:
             reports.append({"layer": layer_idx, **metrics})

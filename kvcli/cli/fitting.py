@@ -27,7 +27,7 @@ def check_fit(method: str | None, artifact: Path | None) -> None:
     if not get_config(parse_name(method)[0]).needs_artifact:
         raise UsageError(f"method '{method}' needs no artifact; leave out --fit")
     if environment().count > 1:
-        raise UsageError("--fit is for one process; start 'kvcli calibrate' and 'kvcli fit' with torchrun instead")
+        raise UsageError("--fit is for one process; start 'kvcli calibrate' and 'kvcli fit' with --devices instead")
 
 
 def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:

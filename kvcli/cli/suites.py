@@ -19,7 +19,7 @@ from kvcli.errors import suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
 from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, UNFITTED_METHOD, get_suite
 from kvcli.storage.atomic import append_record
-from kvcli.storage.ranks import join_ranks
+from kvcli.storage.ranks import join_ranks, joined_ranks, start_ranks
 
 Following = Callable[[Records, Any], Sequence[Any]]
 """Words of the next command line, given the records and the options."""
@@ -31,7 +31,11 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
     if run.out is not None:
         run.out.parent.mkdir(parents=True, exist_ok=True)
         run.out.open("a").close()  # fails before the measurement, not after it
-    with join_ranks(getattr(options, "devices", None), run.options.device):
+    if not hasattr(options, "devices"):
+        _measure(suite, run, following, output)
+        return
+    start_ranks(options.devices, run.options.device)
+    with join_ranks():
         _measure(suite, run, following, output)
 
 
@@ -47,13 +51,14 @@ def _measure(suite: Suite, run: Run, following: Following, output: Output) -> No
         output.warn(f"stopped after {len(records)} row{'s' * (len(records) != 1)}")
         raise
     finally:  # what was measured is shown, also when the next row fails or the disk is full
-        if records:
+        if records and first:
             summary = run.summary(records)
             result = {"suite": suite.name, "rows": records, **summary.fields}
             output.result(result, suite.tabulate(records, run.options), following(records, run.options))
             for line in summary.notes:
                 output.warn(line)
-    if summary is not None and summary.failure is not None and first:
+    joined_ranks().wait()  # others would be ended while they end
+    if summary is not None and summary.failure is not None:
         raise summary.failure
 
 

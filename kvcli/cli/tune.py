@@ -20,11 +20,11 @@ from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, parse
 from kvcli.commands.paths import model_folder
 from kvcli.commands.sizes import parse_size, size
 from kvcli.commands.tables import DataTable
-from kvcli.errors import ConfigError, UsageError
+from kvcli.errors import ConfigError, QualityGateError, UsageError
 from kvcli.eval.suite import Case, TextOptions
 from kvcli.models.hub import check_model_name
 from kvcli.registry import BASELINE, METHODS, get_config, get_method, parse_name
-from kvcli.storage.ranks import join_ranks
+from kvcli.storage.ranks import join_ranks, joined_ranks, start_ranks
 
 
 class TuneOptions(TextOptions):
@@ -102,7 +102,8 @@ def run(options: TuneOptions, output: Output) -> None:
     options.check_text()
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length[0]}
     fitted = [Case(x.name, MethodChoice.of(artifact=x, settings=window), options.impl) for x in options.artifact]
-    with join_ranks(options.devices, options.device):
+    start_ranks(options.devices, options.device)
+    with join_ranks():
         _search(options, bases, fitted, output)
 
 
@@ -125,7 +126,13 @@ def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case],
     total = search * texts[0].numel() + final * texts[1].numel()
     output.say(f"at most {search + final} measurements, of {total} tokens in all")
     objective = Objective(options, loaded, goal, texts, path.with_suffix(".jsonl"), search + final, total, output)
-    best, trials = tune(bases, fitted, objective)
+    try:
+        best, trials = tune(bases, fitted, objective)
+    except QualityGateError:  # which all ranks find
+        joined_ranks().wait()
+        if output.ranks.rank:
+            return
+        raise
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
     text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
     if output.ranks.rank == 0:

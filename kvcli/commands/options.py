@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvcli.errors import ConfigError, UsageError, error_text
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -33,7 +42,7 @@ def _check_devices(text: str) -> str:
     return text
 
 
-Devices = Annotated[str, AfterValidator(_check_devices)]
+Devices = Annotated[str, BeforeValidator(str), AfterValidator(_check_devices)]
 
 _CHARACTERS, _DEPTH = 2**16, 12
 """Of YAML, at most."""

@@ -116,6 +116,7 @@ class CachedModel(TemplateLM):
         """What `work` makes of each item, of requests."""
 
         def run(item: ItemT) -> tuple[MadeT, MemoryReport | None]:
+            self._last_cache = None
             made = work(item)
             return made, self._last_cache.memory() if isinstance(self._last_cache, CompressedCache) else None
 

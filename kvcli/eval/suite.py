@@ -96,7 +96,8 @@ class TextOptions(ModelOptions):
         """Raises CorpusError, before torch is imported, for a corpus that is not there or that is too short."""
         from kvcli.calibrate.corpus import check_source
 
-        check_source(self.corpus_config(), getattr(self, self.length, 0), self.length)
+        shared = getattr(self, "devices", None) is not None
+        check_source(self.corpus_config(), getattr(self, self.length, 0), self.length, shared=shared)
 
     def texts(self, reporter: Reporter) -> Iterator[str]:
         """The documents of the corpus in its seeded order."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from kvcli.errors import RankError, UsageError, error_text
+from kvcli.errors import RankError, Terminated, UsageError, error_text
 
 _LONGEST_WAIT = timedelta(days=30)
-_REMEDY = "its own message says why; run the same command again to resume"
+_REMEDY = "its own message says why; run the same command again"
 
 ItemT = TypeVar("ItemT")
 MadeT = TypeVar("MadeT")
@@ -89,17 +90,13 @@ def joined_ranks() -> Ranks:
 
 
 @contextmanager
-def join_ranks(devices: str | None = None, device: str | None = None) -> Iterator[Ranks]:
+def join_ranks() -> Iterator[Ranks]:
     """Joins the processes of a run for a block; a process that runs alone joins nobody.
 
-    With `devices`, a process that runs alone starts the command once more on each of so many, and ends with them.
-
-    UsageError: variables or devices that make no sense; RankError: the other processes cannot be reached.
+    UsageError: variables that make no sense; RankError: the other processes cannot be reached.
     """
     ranks = environment()
     if ranks.count == 1:
-        if devices is not None and (count := _count(devices, device)) > 1:
-            _launch(count)
         yield ranks
         return
     import torch
@@ -120,37 +117,44 @@ def join_ranks(devices: str | None = None, device: str | None = None) -> Iterato
         dist.destroy_process_group()
 
 
-def _count(devices: str, device: str | None) -> int:
-    """How many processes `--devices` means."""
+def start_ranks(devices: str | None, device: str | None) -> None:
+    """Runs this very command line in a process on each of so many `devices` and ends as they do, unless it is of one.
+
+    UsageError: devices that make no sense.
+    """
+    if devices in (None, "1") or environment().count > 1:
+        return
     import torch
 
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--devices {devices} gives each process a GPU of its own; leave out --device {device}")
     there = torch.cuda.device_count() if device != "cpu" else 0
-    if devices == "all" and not there:
-        raise UsageError("--devices all: no GPU is used here; say how many processes are to share the work")
-    count = there if devices == "all" else int(devices)
+    if not there and (devices == "all" or device == "cuda"):
+        raise UsageError(f"--devices {devices}: no GPU is used here; say how many processes are to share the work")
+    count = there if devices == "all" else int(str(devices))
     if there and count > there:
         raise UsageError(f"--devices {devices}: this machine has {there} GPU{'s' * (there > 1)}")
-    return count
+    if count > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
+        _launch(count)
 
 
 def _launch(count: int) -> NoReturn:
-    """Runs this program's own command line in so many ranks, as torchrun does, and exits as the first that failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    """As torchrun does."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks speak for themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    config = LaunchConfig(1, 1, count, run_id="kvcli", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    logging.disable(logging.CRITICAL)  # ranks speak for themselves
+    logs = DefaultLogsSpecs(log_dir=os.devnull)
+    config = LaunchConfig(1, 1, count, logs, "kvcli", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     try:
-        elastic_launch(config, sys.executable)("-m", "kvcli", *sys.argv[1:])
+        elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
         code = next(failure.exitcode for failure in error.failures.values())
         raise SystemExit(code if code > 0 else 128 - code) from None
     except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
+        raise SystemExit(130 if error.sigval == signal.SIGINT else Terminated.exit_code) from None
     raise SystemExit(0)
 
 

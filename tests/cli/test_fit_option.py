@@ -134,7 +134,7 @@ def test_slips(words: str) -> None:
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert "torchrun" in refused("generate", "--prompt", "x", "--fit", "--method", "klt")
+    assert "--devices" in refused("generate", "--prompt", "x", "--fit", "--method", "klt")
 
 
 @pytest.mark.parametrize("model", BUILTIN_MODELS)

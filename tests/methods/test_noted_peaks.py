@@ -18,6 +18,9 @@ pytestmark = pytest.mark.kernels
 )
 def test_peaks_are_those_of_the_tokens(name: str, fused: bool) -> None:
     codec: Any = make_codec(name, 4, 2, 64)[1]
+    if name == "oscar":
+        for part in (codec.key, codec.value):
+            part.rotation.copy_(torch.eye(64))
     for part in (codec.key, codec.value):
         part.fused = fused
         x = torch.randn(

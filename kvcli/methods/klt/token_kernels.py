@@ -194,10 +194,8 @@ def _decode_kernel(
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
 
 
-def _tile(head_dim: int, tokens: int, device: torch.device) -> dict[str, int]:
-    if head_dim > 128:
-        return {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
-    return _WIDE_TILE if tokens <= _WIDE_TILE["BLOCK_T"] else _TILES.on(device)
+def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
+    return _TILES.on(device) if head_dim <= 128 else {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
 
 
 def encode_tokens(
@@ -209,7 +207,7 @@ def encode_tokens(
     batch, heads, length, head_dim = x.shape
     width = head_dim // BANDS
     if x.numel():
-        tile = _tile(head_dim, batch * length, x.device)
+        tile = _tile(head_dim, x.device)
         programs = blocks = cdiv(batch * length, tile["BLOCK_T"])
         scratch = x, x  # not used
         if trellis:
@@ -233,7 +231,7 @@ def decode_tokens(
     width = head_dim // BANDS
     out = packed.new_empty(batch, heads, length, head_dim, dtype=dtype)
     if out.numel():
-        tile = _tile(head_dim, batch * length, packed.device)
+        tile = _tile(head_dim, packed.device)
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
             heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32, TRELLIS=trellis,
