@@ -146,8 +146,8 @@ def _launch(count: int) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # ranks speak for themselves
-    logs = DefaultLogsSpecs(log_dir=os.devnull)
-    config = LaunchConfig(1, 1, count, logs, "kvcli", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    shared: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    config = LaunchConfig(1, 1, count, DefaultLogsSpecs(log_dir=os.devnull), "kvcli", max_restarts=0, **shared)
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
