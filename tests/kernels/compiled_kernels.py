@@ -173,7 +173,8 @@ def record(
                     layer = encoded_layer(case, seam.spec, seam.rope, **shape, **where).in_pages(page_size)
                     layer.attend(attached.backend.attend_codes, layer.encoded_tokens())
                     launch_exact(page_size, seam.spec, dtype)
-                    launch_encoders(attached.codecs[0], attached.backend.unrotate, seam, dtype)
+                    if attached.codecs[0].new_state(1, model.device) is None:  # others are not encoded in pages
+                        launch_encoders(attached.codecs[0], attached.backend.unrotate, seam, dtype)
                     continue
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
