@@ -1,0 +1,85 @@
+"""How many kernels a layer of a captured step launches, of Triton and PyTorch: what short contexts wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from parts import DEVICE
+from test_paged_model import enabled
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcli.paged.attention import PagedAttention
+from kvcli.paged.batch import Batch
+from kvcli.paged.requests import ScheduledRequest
+
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE != "cpu", reason="counts in Triton's interpreter")]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that make numbers, and those of Triton."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and "empty" not in str(func):
+            is_view = out.untyped_storage().data_ptr() in storages and not func._schema.is_mutable
+            self.names += [] if is_view else [str(func)]
+        return out
+
+
+@contextmanager
+def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The launches of each layer's attention."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    layers, counted = list[list[str]](), list[Launches]()
+    call, launch = PagedAttention.__call__, InterpretedFunction.__getitem__
+
+    def layer(self: Any, *args: Any) -> None:
+        with Launches() as mode:
+            counted[:] = [mode]
+            call(self, *args)
+        layers.append(mode.names)
+
+    def launched(self: Any, grid: Any) -> Any:
+        def run(*args: Any, **named: Any) -> None:
+            before = len(counted[0].names)
+            launch(self, grid)(*args, **named)
+            counted[0].names[before:] = [self.fn.__name__]  # not what the interpreter does
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedAttention, "__call__", layer)
+        patch.setattr(InterpretedFunction, "__getitem__", launched)
+        yield layers
+
+
+@pytest.mark.parametrize(("name", "most"), [("kivi-2", 18), ("klt", 18)])
+def test_a_layer_of_a_step_launches_few_kernels(
+    name: str, most: int, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcli.registry import get_method, parse_method
+
+    method = get_method(parse_method(name)[0].name)
+    how: Any = {"artifact": tiny_artifact(method)} if method.needs_artifact else {"name": name}
+    model, of = make_model("llama"), Batch.of.__func__  # type: ignore[attr-defined]
+    with enabled(model, impl="fused", sink_length=4, residual_length=32, size=32, **how) as paged, torch.no_grad():
+        paged.run([ScheduledRequest(list(range(3, 83)), 0, 0, [*range(4)], 1)])
+        captured = classmethod(lambda cls, *args, **named: of(cls, *args, **{**named, "null_page": paged.num_pages}))
+        monkeypatch.setattr(Batch, "of", captured)
+        for i in range(2):  # the first one makes tables
+            with of_layers(monkeypatch) as layers:
+                paged.run([ScheduledRequest([5], 80 + i, 0, [*range(4)], 1)])
+    assert len(layers) == model.config.num_hidden_layers
+    for names in layers[1:]:  # what all layers share is found in the first
+        assert len(names) == most, names
