@@ -58,6 +58,7 @@ def engine(options: argparse.Namespace) -> Any:
     """An engine of vLLM in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # ranks have what is replaced here
+    torch.set_num_threads(1)  # ranks would wait for threads that a fork does not copy
     folder, own = Path(mkdtemp()), options.method in ("auto", "fp8")
     config: Any = shape_config(options.shape, options.layers)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
