@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -113,7 +114,7 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
     loaded = options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
         library, started = Library(loaded, session, store, name, options.prefill_chunk), time.perf_counter()
-        names = options.document or library.best(question, options.top)
+        documents, names = library.documents(), options.document or library.best(question, options.top)
         fit = library.that_fit(names, question, options.max_new_tokens)
         if fit < len(names):
             if options.document or not fit:
@@ -122,6 +123,11 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
                     f"{loaded.spec.max_position_embeddings} tokens that {loaded.name} was trained on; name fewer"
                 )
             output.warn(f"of the documents chosen, {fit} fit: {', '.join(names[fit:])} left out")
+        lengths = [documents[name].record.num_tokens for name in names[:fit] if name in documents]
+        more = options.max_new_tokens + library.question(question).shape[1]
+        needed = _needed(session, loaded.name, library.prefill_chunk, 1.0)  # codes of a document, and of all together
+        what = f"{', '.join(names[:fit])} have {sum(lengths)} tokens together"
+        _check_free(session, what, needed, sum(lengths), more, lambda most: f"{most} would fit; name fewer")
         composed = library.compose(names[:fit], repair=options.repair, progress=output.progress)
         count, compose_s = composed.input_ids.shape[1], time.perf_counter() - started
         again = f", {composed.reread} of them read again" if composed.reread else ""
@@ -173,27 +179,42 @@ def _question(options: AskOptions) -> str:
 
 def check_memory(document: Document, more: int) -> None:
     """Raises UsageError, before a document is read, where it and `more` tokens may not fit into memory."""
-    from kvcli.commands.machine import free_bytes
-    from kvcli.plan.budget import largest
+    session, tokens = document.session, document.ids.shape[1]
+    stored = 0.2 if session.model.device.type == "cpu" else 0.0  # blocks that are being stored or loaded
+    needed = _needed(session, document.loaded.name, document.prefill_chunk, stored)
+    what = f"the document has {tokens} tokens"
+    _check_free(
+        session, what, needed, tokens, more,
+        lambda most: f"{document.that_fits(most)}, or choose a --method with fewer bits",
+    )  # fmt: skip
+
+
+def _needed(session: Session, name: str, chunk: int | None, beside: float) -> Callable[[int, int], int]:
+    """Bytes beside the weights for so many tokens and further ones, with `beside` of the cache once more."""
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
-    session, name, tokens = document.session, document.loaded.name, document.ids.shape[1]
     model, fused = session.model, session.backend.impl == "fused"
     config = deepcopy(model.config)  # a model that is made of one changes it
     planned = PlannedModel(name, config, model.dtype, model.device)
     plan = MethodPlan(planned, session.method.name, session.method, session.config, fused)
+    return lambda tokens, more: (
+        plan.bytes_beside_weights(tokens, more, chunk=chunk) + int(beside * plan.memory(tokens, more).cache_bytes)
+    )
 
-    def needed(tokens: int) -> int:
-        """A fifth of the cache, on the CPU, for the blocks that are being stored or loaded."""
-        blocks = plan.memory(tokens, more).cache_bytes // 5 if model.device.type == "cpu" else 0
-        return plan.bytes_beside_weights(tokens, more, chunk=document.prefill_chunk) + blocks
 
-    free = free_bytes(model.device)
-    if needed(tokens) > free:
-        most = largest(lambda count: needed(count) <= free, start=tokens, most=tokens, resolution=1 / 256)
+def _check_free(
+    session: Session, what: str, needed: Callable[[int, int], int], tokens: int, more: int, remedy: Callable[[int], str]
+) -> None:
+    """UsageError: there is less than is needed; `remedy` is told how many tokens would fit."""
+    from kvcli.commands.machine import free_bytes
+    from kvcli.plan.budget import largest
+
+    free = free_bytes(session.model.device)
+    if needed(tokens, more) > free:
+        most = largest(lambda count: needed(count, more) <= free, start=tokens, most=tokens, resolution=1 / 256)
         raise UsageError(
-            f"the document has {tokens} tokens, which may take {size(needed(tokens))} beside the model, and "
-            f"{size(free)} are free; {document.that_fits(most)}, or choose a --method with fewer bits"
+            f"{what}, which may take {size(needed(tokens, more))} beside the model, and {size(free)} are free; "
+            f"{remedy(most)}"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,23 @@ class Library:
         )
 
     def add(self, document: Document, progress: Progress = no_progress, say: Say = say_nothing) -> None:
-        """Reads what is not kept of a document, and keeps it under its name here; raises as `Document.read`."""
+        """Reads what is not kept of a document, and keeps it under its name here; raises as `Document.read`.
+
+        UsageError: the library's documents are of another model or method, and would not stand beside it.
+        """
+        if self._other is not None:
+            raise UsageError(
+                f"library '{self.name}' in {self.store.folder} was made {self._other}; take another name, or remove it "
+                "with 'kvcli library rm'"
+            )
         document.read(progress, say)
         document.keep()
+
+    @cached_property
+    def _other(self) -> str | None:
+        """Why documents that are there cannot stand beside those of this session: a clause after "it was made"."""
+        identity = identity_of(self.session, self.loaded.tokenizer)
+        return next(filter(None, (x.difference(identity) for x in self.documents().values())), None)
 
     def documents(self) -> dict[str, StoredContext]:
         """The documents that were read to their end, by name."""

@@ -73,6 +73,29 @@ def test_a_changed_file_is_read_anew() -> None:
     assert [row["document"] for row in rows] == ["whale"]
 
 
+def test_documents_that_memory_may_not_hold_together_are_told_before_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add("texts")
+    named = ("--document", "times", "--document", "whale")
+    tokens = sum(x["tokens"] for x in add("texts")["documents"] if x["document"] in named)
+    monkeypatch.setattr("kvcli.text.library.Library.compose", None)
+    monkeypatch.setattr("kvcli.commands.machine.free_bytes", lambda device: 2**17)
+    line = refused("ask", "--library", "library", "Who?", *named, "--method", "fp16", *ASKED)
+    says(line, f"times, whale have {tokens} tokens together, which may take", "128.00 KiB are free", "would fit; name")
+
+
+def test_documents_of_another_method_are_not_replaced() -> None:
+    """Nor do they stand beside others, with which they could not be asked."""
+    add("texts/whale.txt")
+    for name in ("whale.txt", "times.md"):
+        line = refused("library", "add", f"texts/{name}", *HOW[:4], "--sink-length", "3", *STORE)
+        says(line, "library 'library' in s was made with", "take another name, or remove it with 'kvcli library rm'")
+    assert add("texts/whale.txt")["documents"][0]["read_tokens"] == 0
+    result("library", "rm", *STORE)
+    assert result("library", "add", "texts/whale.txt", *HOW[:4], "--sink-length", "3", *STORE)
+
+
 def test_libraries_are_listed_shown_and_removed() -> None:
     add("texts", "--name", "books")
     add("texts/whale.txt", "--name", "sea")
