@@ -173,7 +173,7 @@ class ModelSpec:
                 for layer_idx, kind in enumerate(kinds):
                     places.setdefault(kind, []).append(str(layer_idx))
                 have = "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in places.items())
-                raise UnsupportedModelError(f"no layer attends to the whole context: this model has {have}")
+                raise UnsupportedModelError(f"no layer attends to the whole context with keys and values alone: {have}")
             latent = bool(rank := getattr(config, "kv_lora_rank", None))
             if getattr(config, "num_kv_shared_layers", None):
                 raise UnsupportedModelError("layers that attend to what another one caches are not compressed")

@@ -99,6 +99,7 @@ def test_spec_reads_every_family(any_model: Any) -> None:
     [
         ("mamba", {}, "linear_attention in layers 0, 1"),
         ("mistral", {"sliding_window": 64}, "sliding_attention in layers 0, 1"),
+        ("falcon_h1", {}, "with keys and values alone: hybrid in layers 0, 1"),  # with a state beside them
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_attention"),
     ],
 )
