@@ -112,9 +112,10 @@ def test_ranks_without_a_number_are_refused_by_commands_that_share_work(tiny: An
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_demo_keeps_its_promises_and_a_second_run_reuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole pipeline on the real built-in model: what the README promises, with numbers of a fourth of the text."""
+    """The whole pipeline on the real built-in model: what the README promises, with numbers of less text."""
     options = kl.KLOptions
     monkeypatch.setattr(kl, "KLOptions", lambda **given: options(**{**given, "seq_len": 256, "num_sequences": 1}))
+    monkeypatch.setattr("kvcli.cli.demo._PROMPT_CHARACTERS", 1200)
     command = ("demo", "--json", "--tokens", "512", "--max-new-tokens")  # not 12288, the demo's own
     first = invoke(*command, "12")
     record = json.loads(first.stdout)
