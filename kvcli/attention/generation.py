@@ -150,6 +150,8 @@ def prefill(
     mask: Tensor | None,
     chunk: int | None,
     advance: Advance = lambda count: None,
+    *,
+    every: bool = False,
 ) -> Tensor:
     """Reads what a cache does not hold yet of prompts, and returns logits of the last token, [batch, vocab_size].
 
@@ -159,6 +161,7 @@ def prefill(
         ids: int64 [batch, time].
         mask: int64 [batch, time], 0 at padding; None: no padding.
         chunk: tokens per forward pass; None: all.
+        every: the logits of every token that is read are returned, [batch, time, vocab_size].
 
     Raises:
         UsageError: padding that is not on the left, or no token that the cache does not hold.
@@ -178,17 +181,19 @@ def prefill(
     if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):
         raise UsageError("padding must stand on the left of a prompt")
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    logits: list[Tensor] = []
     for start in range(first, length, chunk or length):
         stop = min(length, start + (chunk or length))
-        logits: Tensor = model(
+        found: Tensor = model(
             input_ids=ids[:, start:stop],
             attention_mask=None if mask is None else mask[:, :stop],
             position_ids=None if positions is None else positions[:, start:stop],
-            logits_to_keep=1,
+            logits_to_keep=0 if every else 1,
             **with_cache(cache),
         ).logits
+        logits = [*logits, found] if every else [found[:, -1]]
         advance(stop - start)
-    return logits[:, -1]
+    return torch.cat(logits, dim=1) if every else logits[0]
 
 
 def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:

@@ -191,11 +191,14 @@ class PagedModel:
         self.close()
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[ScheduledRequest]) -> Tensor:
-        """Reads new tokens; the logits of the last of each request, [requests, vocab_size]."""
-        if self.captured is not None:
+    def run(self, requests: Sequence[ScheduledRequest], every: bool = False) -> Tensor:
+        """Reads new tokens; the logits of the last of each request, or of every one, [requests or tokens, vocab_size].
+
+        A pass with the logits of every token is not captured.
+        """
+        if self.captured is not None and not every:
             return self.captured(requests)
-        return self._logits(PassInputs.of(requests, self.page_size, self.device), None)
+        return self._logits(PassInputs.of(requests, self.page_size, self.device), None, every)
 
     def warm_up(self, longest: int, progress: Progress = no_progress) -> None:
         """Compiles kernels and captures passes of up to `longest` tokens before the first request; on a GPU."""
@@ -235,7 +238,7 @@ class PagedModel:
         with self._modules():
             return self._logits(inputs, self.num_pages, attention_mask=self._mask)
 
-    def _logits(self, inputs: PassInputs, null_page: int | None, **others: Tensor) -> Tensor:
+    def _logits(self, inputs: PassInputs, null_page: int | None, every: bool = False, **others: Tensor) -> Tensor:
         spec, length = self.session.spec, inputs.block_table.shape[1] * self.page_size
         for rotated, group in {*self._kinds}:
             self._batches[rotated, group] = Batch.of(
@@ -255,11 +258,12 @@ class PagedModel:
         logits: Tensor = self.session.model(
             input_ids=inputs.tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
-            logits_to_keep=inputs.last,
+            logits_to_keep=0 if every else inputs.last,
             **others,
             **with_cache(self._cache),
         ).logits[0]
-        return logits if len(logits) == len(inputs.last) else logits[inputs.last]  # of a model that keeps them all
+        kept = every or len(logits) == len(inputs.last)
+        return logits if kept else logits[inputs.last]  # of a model that keeps them all
 
     def range_error(self) -> CacheError | None:
         """What is wrong if passes since the last call had values beyond what codes hold."""

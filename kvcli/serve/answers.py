@@ -17,10 +17,10 @@ Piece = tuple[str, Any]
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token that was made, before sampling, and those of the most probable ones."""
+    """The log-probability of a token, before sampling, and those of the most probable ones; None: of the very first."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 
@@ -50,6 +50,7 @@ class Answer:
         send: called with the pieces of new tokens, as few as they can be.
         reasoning_tokens: those after which what was sent so far ends with reasoning.
         finish_reason: why it ended; None before.
+        echo: the prompt, which the answer begins with; None: it does not.
     """
 
     tokenizer: Any
@@ -62,6 +63,7 @@ class Answer:
     num_tokens: int = 0
     reasoning_tokens: int = 0
     finish_reason: str | None = None
+    echo: str | None = None
     _held: str = ""
     _num_calls: int = 0
     _pieces: list[Piece] = field(default_factory=list)
@@ -72,6 +74,14 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
+        if self.echo is not None:
+            self._pieces.append(("content", self.echo))
+
+    def tell_prompt(self, told: Sequence[TokenLogprob]) -> None:
+        """Takes what is told of the next tokens of the prompt; it is sent with the first token of the answer."""
+        if told and told[0].logprob is None:  # the first one, which is read again where the rotation changes
+            self._pieces = [piece for piece in self._pieces if piece[0] != "logprobs"]
+        self._pieces.append(("logprobs", [self._logprob(x) for x in told]))
 
     def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, is_over: bool = False) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has.
@@ -83,7 +93,7 @@ class Answer:
                 break
             self.num_tokens += 1
             ended = token in self.ends
-            if logprob is not None and not ended:
+            if logprob is not None and (not ended or self.echo is not None):
                 self._pieces.append(("logprobs", [self._logprob(logprob)]))
             if not ended or self.parser is not None:
                 self._end = self.tokenizer.decode([token]) if ended else ""
@@ -98,7 +108,7 @@ class Answer:
 
     def _logprob(self, made: TokenLogprob) -> dict[str, Any]:
         """An entry of OpenAI's; a token that is no whole text has no bytes."""
-        entries = []
+        entries = list[dict[str, Any]]()
         for token, logprob in [(made.token, made.logprob), *made.top]:
             text = str(self.tokenizer.decode([token]))
             entries.append({"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]})
@@ -233,7 +243,7 @@ class Form:
             told = {"content": logprobs, "refusal": None}
         elif logprobs:
             told = {"tokens": [x["token"] for x in logprobs], "token_logprobs": [x["logprob"] for x in logprobs]}
-            told["top_logprobs"] = [{y["token"]: y["logprob"] for y in x["top_logprobs"]} for x in logprobs]
+            told["top_logprobs"] = [None if x["logprob"] is None else _by_text(x["top_logprobs"]) for x in logprobs]
         choice = said if self.chat else {"text": text}
         return {"index": index, **choice, "logprobs": told, "finish_reason": finish_reason}
 
@@ -244,6 +254,11 @@ class Form:
     def _call(self, call: Any) -> dict[str, Any]:
         function = {"name": call["name"], "arguments": call["arguments"]}
         return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
+
+
+def _by_text(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Log-probabilities by text; of tokens with one text, such as parts of characters, the most probable one's."""
+    return {x["token"]: x["logprob"] for x in reversed(entries)}
 
 
 def event(value: dict[str, Any], name: str | None = None) -> str:

@@ -179,7 +179,10 @@ class Server:
             ids = await self._in_tokenizer_thread(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
         else:
             ids = torch.frombuffer(array("q", prompt), dtype=torch.int64).unsqueeze(0)  # 8 times sooner than `tensor`
-        return await self._answer(request, body, ids, owner)
+        echo = prompt if body.echo else None
+        if isinstance(echo, list):
+            echo = await self._in_tokenizer_thread(lambda: str(self.loaded.tokenizer.decode(prompt)), "prompt")
+        return await self._answer(request, body, ids, owner, echo=echo)
 
     async def _in_tokenizer_thread(self, make: Callable[[], T], param: str) -> T:
         """What is made of a text, apart from the thread that serves: long texts take a while."""
@@ -197,6 +200,7 @@ class Server:
         parsers: Sequence[Any] = (),
         documents: tuple[str, ...] = (),
         form: ResponseForm | None = None,
+        echo: str | None = None,
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
         ids, count, limit, chat = ids.cpu(), ids.shape[1], self.max_model_len, isinstance(body, ChatBody)
@@ -221,10 +225,11 @@ class Server:
         for index in range(body.n):
             parser, grammar = (x[index] if x else None for x in (parsers, grammars))
             tell = partial(send, index)
-            answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt)
+            answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt, echo=echo)
             seed = None if body.seed is None else body.seed + index
-            rest = body.store, tell, body.num_logprobs(), grammar, documents, getattr(body, "repair", 0.0)
-            jobs.append(Job(ids, body.sampling(most), seed, answer, owner, *rest))
+            tells = echo is not None and body.num_logprobs() is not None
+            rest = body.store and not tells, tell, body.num_logprobs(), grammar, tells, documents
+            jobs.append(Job(ids, body.sampling(most), seed, answer, owner, *rest, getattr(body, "repair", 0.0)))
         try:
             for job in jobs:
                 self.engine.submit(job)

@@ -18,7 +18,7 @@ from kvcli.paged.model import PagedModel
 from kvcli.paged.requests import ScheduledRequest
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
-from kvcli.serve.sampler import Sampler, choose
+from kvcli.serve.sampler import Sampler, choose, tell_prompt
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class ContinuousEngine(JobThread):
     def _find(self, request: Request) -> None:
         """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
         self._share(request)  # with what was found for others since it was admitted
-        if not request.ends:
+        if not request.ends or request.job.tells_prompt:
             return
         loaded, name = self._load(request), self._pool.on_disk.get(request.ends[-1][1])
         if not loaded and not request.next_end[1] and name is not None:
@@ -204,8 +204,8 @@ class ContinuousEngine(JobThread):
 
     def _share(self, request: Request) -> None:
         """Lets a request go on from what others have read of its prompt."""
-        size = self.model.page_size
-        while request.is_prompt and (pages := self._pool.share(request.next_end[1])) is not None:
+        size, tells = self.model.page_size, request.job.tells_prompt
+        while request.is_prompt and not tells and (pages := self._pool.share(request.next_end[1])) is not None:
             (end, digest), start = request.next_end, request.num_computed // size
             replaced = request.pages[start : end // size]
             self._pool.release((), replaced)
@@ -238,7 +238,7 @@ class ContinuousEngine(JobThread):
         """Reads what is next of requests, and makes a token of each whose prompt is read."""
         new = [request.scheduled() for request in ready]
         try:
-            logits = self.model.run(new)
+            logits = self._logits(ready, new)
             finite = logits.isfinite().all(1).tolist()
             out_of_range = self._out_of_range(ready, new)
         except Exception as error:  # what it has written of these requests is not known
@@ -264,6 +264,18 @@ class ContinuousEngine(JobThread):
             made = choose([request.sampler for request, *_ in chosen], torch.cat([scores for _, scores, _ in chosen]))
             for (request, _, row), token in zip(chosen, made.flatten().tolist(), strict=True):
                 self._take(request, token, row)
+
+    def _logits(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> Tensor:
+        """Logits of the last token of each request, or some that are not finite, after what is told of prompts."""
+        telling = {request for request in ready if request.is_prompt and request.job.tells_prompt}
+        if not telling:
+            return self.model.run(new)
+        logits = self.model.run(new, every=True).split([len(tokens.tokens) for tokens in new])
+        finite = [bool(x.isfinite().all()) for x in logits]
+        for request, its, is_finite in zip(ready, logits, finite, strict=True):
+            if request in telling and is_finite:
+                tell_prompt(request.job, request.num_computed, its)
+        return torch.stack([x[-1] if is_finite else x.sum(0) for x, is_finite in zip(logits, finite, strict=True)])
 
     def _out_of_range(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> dict[Request, CacheError]:
         """The requests of a pass with values that codes do not hold, found by reading each prompt again, alone.

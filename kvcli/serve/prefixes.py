@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,7 +98,9 @@ class Prefixes:
         self.hot: list[Prefix] = []
 
     @torch.inference_mode()
-    def read(self, ids: Tensor, owner: str, keep: bool, check: Advance) -> Prefix:
+    def read(
+        self, ids: Tensor, owner: str, keep: bool, check: Advance, every: Callable[[int, Tensor], None] | None = None
+    ) -> Prefix:
         """The cache of a prompt, int64 [1, time], up to its last boundary, from the longest prefix that is there.
 
         At least as many tokens are left to be read as the settings keep in full precision, and one.
@@ -105,14 +108,23 @@ class Prefixes:
         Args:
             owner: whose prefixes may be used; `keep`: whether this one may be stored.
             check: called after each pass with its number of tokens; what it raises ends the reading.
+            every: called with the place of the first token of each pass, and the logits [tokens, vocab_size] of all
+                of its tokens; then nothing that is kept is used.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, self.identity_of(owner, ids.shape[1]), keep)
+        identity = self.identity_of(owner, ids.shape[1])
+        if every is None:
+            prefix = self._longest(ids.cpu(), ends, identity, keep)
+        else:
+            prefix = Prefix(self.session.new_cache(ids.shape[1]), ids.cpu(), identity)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
                 device = self.session.model.device
-                prefill(self.session.model, prefix.cache, ids[:, :end].to(device), None, None)
+                read = ids[:, :end].to(device)
+                logits = prefill(self.session.model, prefix.cache, read, None, None, every=every is not None)
+                if every is not None:
+                    every(end - logits.shape[1], logits[0])
                 self.session.flush(prefix.cache)
                 prefix.flushed = end
                 try:

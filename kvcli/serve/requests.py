@@ -224,7 +224,7 @@ class CompletionBody(Body):
     prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     best_of: Annotated[int, only(1)] = 1
-    echo: Annotated[bool, only(False)] = False
+    echo: bool = False
     suffix: Literal[""] = ""
 
     def num_logprobs(self) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.generation import NextToken, warped
+from kvcli.errors import ModelError
 from kvcli.serve.answers import TokenLogprob
 from kvcli.serve.jobs import Job
 
@@ -39,10 +40,32 @@ class Sampler:
         """
         told, grammar = None, self._job.grammar
         if (count := self._job.num_logprobs) is not None:
-            logprobs = logits[0].float().log_softmax(-1)
-            values, ids = logprobs.topk(count)
-            told = TokenLogprob(token, float(logprobs[token]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+            (told,) = _told(torch.tensor([token], device=logits.device), logits, count)
         return told, grammar is not None and grammar.take(token)
+
+
+def tell_prompt(job: Job, first: int, logits: Tensor) -> None:
+    """Tells what the model says of the tokens that follow `first` of a prompt, by logits [tokens, vocab_size].
+
+    ModelError: logits that are not finite.
+    """
+    if not logits.isfinite().all():
+        raise ModelError("the model computed logits that are not finite")
+    begins = [TokenLogprob(int(job.ids[0, 0]), None, [])] if first == 0 else []
+    tokens = job.ids[0, first + 1 : first + 1 + len(logits)].to(logits.device)
+    job.answer.tell_prompt([*begins, *_told(tokens, logits[: len(tokens)], job.num_logprobs or 0)])
+
+
+def _told(tokens: Tensor, logits: Tensor, count: int) -> list[TokenLogprob]:
+    """What is said of tokens [tokens], and of the `count` most probable ones, by logits [tokens, vocab_size]."""
+    found = list[TokenLogprob]()
+    for some, rows in zip(tokens.split(64), logits.split(64), strict=True):
+        logprobs = rows.float().log_softmax(-1)
+        values, ids = logprobs.topk(count)
+        own = logprobs.gather(1, some.unsqueeze(1)).squeeze(1)
+        columns = (x.tolist() for x in (some, own, ids, values))
+        found += [TokenLogprob(x, y, [*zip(*top, strict=True)]) for x, y, *top in zip(*columns, strict=True)]
+    return found
 
 
 def choose(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from transformers.cli.serving import utils
 
-from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
+from kvcli.serve.answers import Answer, Form, Piece, TokenLogprob, response_parser, usage_of
 from kvcli.serve.requests import Message
 
 TOKENIZER = byte_tokenizer()
@@ -338,3 +338,17 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     found: Any = message.model_extra
     assert found.get("reasoning_content") == ("Hm." if parsed and "<think>" in text else None)
     assert (message.content is None) == (bool(calls) and not text_of(pieces))
+
+
+def test_an_echo_tells_of_each_token_once_also_of_the_last() -> None:
+    """As clients count that score texts: a token that ends the answer has an entry, too."""
+    pieces, prompt = list[Piece](), ids("Hi")
+    made = Answer(TOKENIZER, 9, [END], (), None, pieces.append, prompt, echo="Hi")
+    for logprob in (-9.0, -1.0):  # read again
+        made.tell_prompt([TokenLogprob(prompt[0], None, []), TokenLogprob(prompt[1], logprob, [(7, -0.5)])])
+    assert not made.feed(ids("o"), TokenLogprob(ids("o")[0], -2.0, [(8, -0.25), (9, -3.0)]))
+    assert made.feed([END], TokenLogprob(END, -4.0, [(8, -0.125)]))
+    choice = Form("cmpl-1", "m", False).whole([(pieces, "stop")], {})["choices"][0]
+    assert choice["text"] == "Hio"
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -4.0]
+    assert [x and max(x.values()) for x in choice["logprobs"]["top_logprobs"]] == [None, -0.5, -0.25, -0.125]

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from byte_tokenizer import CHAT
-from served import LONG, Served, request, serving, serving_together, session_ids, until
+from served import LONG, Served, request, serving, serving_together, session_ids, text_of, until
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -82,6 +82,56 @@ def test_log_probabilities_of_a_completion(exact: Served) -> None:
     assert [len(x) for x in (told.tokens, told.token_logprobs, told.top_logprobs)] == [5] * 3
     assert [max(x.values()) for x in told.top_logprobs] == pytest.approx(told.token_logprobs)
     assert exact.complete("Hi", 5).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 700])
+def test_a_prompt_is_echoed_with_its_probabilities(exact: Served, length: int, stream: bool) -> None:
+    """Read whole, whatever is kept of it, as lm-eval scores texts: one entry for each token, none for the first."""
+    prompt: Any = (TEXT * 9)[:length]
+    tokenizer: Any = exact.loaded.tokenizer
+    exact.complete(prompt + "!", 2)
+    ids = tokenizer(prompt)["input_ids"]
+    with exact.client() as client:
+        options: Any = {"model": "tiny", "max_tokens": 2, "logprobs": 2, "echo": True, "stream": stream}
+        for asked in (prompt, [ids]):
+            made = client.completions.create(prompt=asked, **options)
+            choices: Any = [x for event in made for x in event.choices] if stream else made.choices
+            told = [x.logprobs for x in choices if x.logprobs]
+            logprobs = [y for x in told for y in x.token_logprobs]
+            tops = [y for x in told for y in x.top_logprobs]
+            text = "".join(x.text for x in choices)
+            sequence = torch.tensor([[*ids, *session_ids(prompt, 2)]])
+            with torch.no_grad():
+                rows = exact.loaded.model(sequence, use_cache=False).logits[0, :-1].log_softmax(-1)
+            expected = rows.gather(1, sequence[0, 1:, None])[:, 0].tolist()
+            assert (logprobs[0], tops[0]) == (None, None)
+            assert logprobs[1:] == pytest.approx(expected, abs=1e-4)
+            assert [max(x.values()) for x in tops[1:]] == pytest.approx(rows.amax(-1).tolist(), abs=1e-4)
+            assert [y for x in told for y in x.tokens] == [tokenizer.decode([x]) for x in sequence[0].tolist()]
+            assert text == prompt + text_of(sequence[0, len(ids) :].tolist())
+        if not stream:
+            assert made.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_an_echo_does_not_depend_on_others(served: Served) -> None:
+    """Nor on what is kept, and what is read for it is kept for nobody."""
+    prompt = "Echo. " + TEXT * 7
+
+    def ask() -> Any:
+        return served.complete(prompt, 3, echo=True, logprobs=1).choices[0].logprobs
+
+    alone = ask()
+    assert served.complete(prompt, 3).usage.prompt_tokens_details.cached_tokens == 0
+    with ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(served.complete, prompt + "!" * i, 4) for i in range(2)]
+        for asked in [threads.submit(ask) for _ in range(2)]:
+            assert asked.result().token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-4)
+        assert [x.result().usage.completion_tokens for x in others] == [4, 4]
+    plain = served.complete(prompt, 3, echo=True)
+    assert plain.choices[0].text == prompt + served.complete(prompt, 3).choices[0].text
+    assert plain.usage.prompt_tokens_details.cached_tokens > 0
+    assert plain.choices[0].logprobs is None
 
 
 SCHEMA = {
