@@ -11,9 +11,14 @@ import openai
 import pytest
 import torch
 from byte_tokenizer import CHAT
+from families import make
 from served import LONG, Served, request, serving, serving_together, session_ids, text_of, until
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+LONGROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 4.0},
+    **{"original_max_position_embeddings": 200, "rope_theta": 10000.0},
+}
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
 
 
@@ -132,6 +137,20 @@ def test_an_echo_does_not_depend_on_others(served: Served) -> None:
     assert plain.choices[0].text == prompt + served.complete(prompt, 3).choices[0].text
     assert plain.usage.prompt_tokens_details.cached_tokens > 0
     assert plain.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma3_text", {}), ("qwen3_next", {}), ("phi3", {"max_position_embeddings": 800, "rope_parameters": LONGROPE})],
+)
+def test_an_echo_of_layers_with_states_and_of_a_rotation_by_length(family: str, changes: dict[str, Any]) -> None:
+    prompt, model = (TEXT * 5)[:330], make(family, vocab_size=262, **changes)
+    with serving(method="fp16", model=model) as served, torch.no_grad():
+        ids = torch.tensor(served.loaded.tokenizer(prompt)["input_ids"])
+        told = served.complete(prompt, 2, echo=True, logprobs=1).choices[0].logprobs.token_logprobs
+        rows = served.loaded.model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    assert len(told) == len(ids) + 2
+    assert told[1:-2] == pytest.approx(rows.gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-3)
 
 
 SCHEMA = {
