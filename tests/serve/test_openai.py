@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -151,6 +152,18 @@ def test_an_echo_of_layers_with_states_and_of_a_rotation_by_length(family: str, 
         rows = served.loaded.model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
     assert len(told) == len(ids) + 2
     assert told[1:-2] == pytest.approx(rows.gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("serve", [serving_together, serving])
+def test_an_echo_takes_nothing_from_the_store(serve: Any, tmp_path: Path) -> None:
+    prompt = TEXT * 5
+    with serve(store=tmp_path) as served:
+        served.complete(prompt, 2)
+    with serve(store=tmp_path) as served:
+        done = served.complete(prompt, 2, echo=True, logprobs=1)
+        assert len(done.choices[0].logprobs.tokens) == done.usage.prompt_tokens + 2
+        assert done.usage.prompt_tokens_details.cached_tokens == 0
+        assert served.complete(prompt, 2).usage.prompt_tokens_details.cached_tokens > 0
 
 
 SCHEMA = {
