@@ -48,9 +48,8 @@ from kvcli.seam.versions import with_cache
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block of threads may ask for, by compute capability."""
 
-MAX_SPILLED = {80: 560, 86: 416, 89: 416, 120: 416}
-"""Bytes that a thread may spill with models in 16 bits: CommVQ's sweep, tuned on 9.0, spills 224, KLT's encoding,
-which keeps all transformed channels, 264 there.
+MAX_SPILLED = {80: 384, 86: 384, 89: 384, 120: 416}
+"""Bytes that a thread may spill with models in 16 bits: CommVQ's sweep, tuned on 9.0, spills 224, KLT's encoding 408.
 
 float32 products are made without tensor cores and spill more, on all GPUs.
 """

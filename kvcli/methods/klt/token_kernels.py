@@ -56,14 +56,9 @@ def _encode_block(
     p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x = b_x - tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
-    b_ys, b_square = (), tl.zeros([BLOCK_T], tl.float32)
+    b_square = tl.zeros([BLOCK_T], tl.float32)
     for f in tl.static_range(_BANDS):
         b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W)
-        if TRELLIS:
-            p_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
-            tl.store(p_y, b_y, mask=m_w[None, :] & (f < coded))
-        else:
-            b_ys = b_ys + (b_y,)
         b_weight = tl.load(weights + i_h * D + f * W + o_w, mask=m_w, other=0.0)
         b_square += tl.sum(b_y * b_y * b_weight[None, :], axis=1)
     b_stored = rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * PER_OCTAVE) + UNIT, 255.0)
@@ -75,9 +70,9 @@ def _encode_block(
     if TRELLIS:
         for f in tl.static_range(_BANDS):
             last = 4 * tl.load(fields + COLUMNS * f + 2) + 3
-            p_y, m_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None], m_w[None, :] & (f < coded)
-            b_y = tl.load(p_y, mask=m_y, other=0.0) / b_gain[:, None] + last.to(tl.float32) * 0.5
-            tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_y)
+            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + last.to(tl.float32) * 0.5
+            p_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
+            tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_w[None, :] & (f < coded))
         tl.debug_barrier()
         search(scratch + o_t, codes + o_t, fields, coded * W, W, BLOCK_T)
         tl.debug_barrier()
@@ -92,7 +87,7 @@ def _encode_block(
             b_code &= 255
         else:
             levels = tl.load(fields + COLUMNS * f + 2).to(tl.float32)
-            b_y = b_ys[f] / b_gain[:, None] + levels * 0.5
+            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + levels * 0.5
             b_code = rounded(b_y, levels).to(tl.int32)
         b_code = b_code << tl.load(fields + COLUMNS * f + 1)
         place = tl.load(fields + COLUMNS * f)
