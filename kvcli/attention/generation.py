@@ -151,7 +151,7 @@ def prefill(
     chunk: int | None,
     advance: Advance = lambda count: None,
     *,
-    every: bool = False,
+    all_logits: bool = False,
 ) -> Tensor:
     """Reads what a cache does not hold yet of prompts, and returns logits of the last token, [batch, vocab_size].
 
@@ -161,7 +161,7 @@ def prefill(
         ids: int64 [batch, time].
         mask: int64 [batch, time], 0 at padding; None: no padding.
         chunk: tokens per forward pass; None: all.
-        every: the logits of every token that is read are returned, [batch, time, vocab_size].
+        all_logits: return those of all tokens that are read, [batch, time, vocab_size].
 
     Raises:
         UsageError: padding that is not on the left, or no token that the cache does not hold.
@@ -181,19 +181,19 @@ def prefill(
     if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):
         raise UsageError("padding must stand on the left of a prompt")
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    logits: list[Tensor] = []
+    kept: list[Tensor] = []
     for start in range(first, length, chunk or length):
         stop = min(length, start + (chunk or length))
-        found: Tensor = model(
+        logits: Tensor = model(
             input_ids=ids[:, start:stop],
             attention_mask=None if mask is None else mask[:, :stop],
             position_ids=None if positions is None else positions[:, start:stop],
-            logits_to_keep=0 if every else 1,
+            logits_to_keep=0 if all_logits else 1,
             **with_cache(cache),
         ).logits
-        logits = [*logits, found] if every else [found[:, -1]]
+        kept = [*kept, logits] if all_logits else [logits[:, -1]]
         advance(stop - start)
-    return torch.cat(logits, dim=1) if every else logits[0]
+    return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
 
 
 def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:

@@ -114,7 +114,7 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
     loaded = options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
         library, started = Library(loaded, session, store, name, options.prefill_chunk), time.perf_counter()
-        documents, names = library.documents(), options.document or library.best(question, options.top)
+        names = options.document or library.best(question, options.top)
         fit = library.that_fit(names, question, options.max_new_tokens)
         if fit < len(names):
             if options.document or not fit:
@@ -123,7 +123,7 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
                     f"{loaded.spec.max_position_embeddings} tokens that {loaded.name} was trained on; name fewer"
                 )
             output.warn(f"of the documents chosen, {fit} fit: {', '.join(names[fit:])} left out")
-        lengths = [documents[name].record.num_tokens for name in names[:fit] if name in documents]
+        lengths = [known[name].record.num_tokens for name in names[:fit] if name in known]
         more = options.max_new_tokens + library.question(question).shape[1]
         needed = _needed(session, loaded.name, library.prefill_chunk, 1.0)  # codes of a document, and of all together
         what = f"{', '.join(names[:fit])} have {sum(lengths)} tokens together"
@@ -189,8 +189,8 @@ def check_memory(document: Document, more: int) -> None:
     )  # fmt: skip
 
 
-def _needed(session: Session, name: str, chunk: int | None, beside: float) -> Callable[[int, int], int]:
-    """Bytes beside the weights for so many tokens and further ones, with `beside` of the cache once more."""
+def _needed(session: Session, name: str, chunk: int | None, copies: float) -> Callable[[int, int], int]:
+    """Bytes beside the weights for so many tokens and further ones, and `copies` of the cache, also a part of one."""
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
     model, fused = session.model, session.backend.impl == "fused"
@@ -198,7 +198,7 @@ def _needed(session: Session, name: str, chunk: int | None, beside: float) -> Ca
     planned = PlannedModel(name, config, model.dtype, model.device)
     plan = MethodPlan(planned, session.method.name, session.method, session.config, fused)
     return lambda tokens, more: (
-        plan.bytes_beside_weights(tokens, more, chunk=chunk) + int(beside * plan.memory(tokens, more).cache_bytes)
+        plan.bytes_beside_weights(tokens, more, chunk=chunk) + int(copies * plan.memory(tokens, more).cache_bytes)
     )
 
 

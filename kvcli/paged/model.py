@@ -191,14 +191,14 @@ class PagedModel:
         self.close()
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[ScheduledRequest], every: bool = False) -> Tensor:
-        """Reads new tokens; the logits of the last of each request, or of every one, [requests or tokens, vocab_size].
+    def run(self, requests: Sequence[ScheduledRequest], all_logits: bool = False) -> Tensor:
+        """Reads new tokens; the logits of the last of each request, [requests, vocab_size].
 
-        A pass with the logits of every token is not captured.
+        With `all_logits` those of all new tokens, [tokens, vocab_size], in a pass that is not captured.
         """
-        if self.captured is not None and not every:
+        if self.captured is not None and not all_logits:
             return self.captured(requests)
-        return self._logits(PassInputs.of(requests, self.page_size, self.device), None, every)
+        return self._logits(PassInputs.of(requests, self.page_size, self.device), None, all_logits)
 
     def warm_up(self, longest: int, progress: Progress = no_progress) -> None:
         """Compiles kernels and captures passes of up to `longest` tokens before the first request; on a GPU."""
@@ -238,7 +238,7 @@ class PagedModel:
         with self._modules():
             return self._logits(inputs, self.num_pages, attention_mask=self._mask)
 
-    def _logits(self, inputs: PassInputs, null_page: int | None, every: bool = False, **others: Tensor) -> Tensor:
+    def _logits(self, inputs: PassInputs, null_page: int | None, all_logits: bool = False, **others: Tensor) -> Tensor:
         spec, length = self.session.spec, inputs.block_table.shape[1] * self.page_size
         for rotated, group in {*self._kinds}:
             self._batches[rotated, group] = Batch.of(
@@ -258,11 +258,11 @@ class PagedModel:
         logits: Tensor = self.session.model(
             input_ids=inputs.tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
-            logits_to_keep=0 if every else inputs.last,
+            logits_to_keep=0 if all_logits else inputs.last,
             **others,
             **with_cache(self._cache),
         ).logits[0]
-        kept = every or len(logits) == len(inputs.last)
+        kept = all_logits or len(logits) == len(inputs.last)
         return logits if kept else logits[inputs.last]  # of a model that keeps them all
 
     def range_error(self) -> CacheError | None:

@@ -77,11 +77,11 @@ class Answer:
         if self.echo is not None:
             self._pieces.append(("content", self.echo))
 
-    def tell_prompt(self, told: Sequence[TokenLogprob]) -> None:
-        """Takes what is told of the next tokens of the prompt; it is sent with the first token of the answer."""
-        if told and told[0].logprob is None:  # the first one, which is read again where the rotation changes
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Takes those of the next tokens of the prompt, which are sent with the first token of the answer."""
+        if logprobs and logprobs[0].logprob is None:  # the first one, which is read again where the rotation changes
             self._pieces = [piece for piece in self._pieces if piece[0] != "logprobs"]
-        self._pieces.append(("logprobs", [self._logprob(x) for x in told]))
+        self._pieces.append(("logprobs", [self._logprob(x) for x in logprobs]))
 
     def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, is_over: bool = False) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has.

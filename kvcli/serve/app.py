@@ -227,8 +227,8 @@ class Server:
             tell = partial(send, index)
             answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt, echo=echo)
             seed = None if body.seed is None else body.seed + index
-            tells = echo is not None and body.num_logprobs() is not None
-            rest = body.store and not tells, tell, body.num_logprobs(), grammar, tells, documents
+            of_prompt = echo is not None and body.num_logprobs() is not None
+            rest = body.store and not of_prompt, tell, body.num_logprobs(), grammar, of_prompt, documents
             jobs.append(Job(ids, body.sampling(most), seed, answer, owner, *rest, getattr(body, "repair", 0.0)))
         try:
             for job in jobs:

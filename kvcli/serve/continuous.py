@@ -18,7 +18,7 @@ from kvcli.paged.model import PagedModel
 from kvcli.paged.requests import ScheduledRequest
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
-from kvcli.serve.sampler import Sampler, choose, tell_prompt
+from kvcli.serve.sampler import Sampler, add_prompt_logprobs, choose
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class ContinuousEngine(JobThread):
     def _find(self, request: Request) -> None:
         """Fills pages with what is on disk of a prompt, if that is more than what others have in memory."""
         self._share(request)  # with what was found for others since it was admitted
-        if not request.ends or request.job.tells_prompt:
+        if not request.ends or request.job.prompt_logprobs:
             return
         loaded, name = self._load(request), self._pool.on_disk.get(request.ends[-1][1])
         if not loaded and not request.next_end[1] and name is not None:
@@ -204,8 +204,8 @@ class ContinuousEngine(JobThread):
 
     def _share(self, request: Request) -> None:
         """Lets a request go on from what others have read of its prompt."""
-        size, tells = self.model.page_size, request.job.tells_prompt
-        while request.is_prompt and not tells and (pages := self._pool.share(request.next_end[1])) is not None:
+        size, anew = self.model.page_size, request.job.prompt_logprobs
+        while request.is_prompt and not anew and (pages := self._pool.share(request.next_end[1])) is not None:
             (end, digest), start = request.next_end, request.num_computed // size
             replaced = request.pages[start : end // size]
             self._pool.release((), replaced)
@@ -266,15 +266,15 @@ class ContinuousEngine(JobThread):
                 self._take(request, token, row)
 
     def _logits(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> Tensor:
-        """Logits of the last token of each request, or some that are not finite, after what is told of prompts."""
-        telling = {request for request in ready if request.is_prompt and request.job.tells_prompt}
-        if not telling:
+        """Logits of the last token of each request, not finite where any of its are not; adds `prompt_logprobs`."""
+        echoed = {request for request in ready if request.is_prompt and request.job.prompt_logprobs}
+        if not echoed:
             return self.model.run(new)
-        logits = self.model.run(new, every=True).split([len(tokens.tokens) for tokens in new])
+        logits = self.model.run(new, all_logits=True).split([len(tokens.tokens) for tokens in new])
         finite = [bool(x.isfinite().all()) for x in logits]
         for request, its, is_finite in zip(ready, logits, finite, strict=True):
-            if request in telling and is_finite:
-                tell_prompt(request.job, request.num_computed, its)
+            if request in echoed and is_finite:
+                add_prompt_logprobs(request.job, request.num_computed, its)
         return torch.stack([x[-1] if is_finite else x.sum(0) for x, is_finite in zip(logits, finite, strict=True)])
 
     def _out_of_range(self, ready: Sequence[Request], new: Sequence[ScheduledRequest]) -> dict[Request, CacheError]:

@@ -43,7 +43,7 @@ class Job:
         done: called in the engine's thread when the answer has ended, with an error if it failed.
         num_logprobs: how many of the most probable tokens the answer tells at each place; None: no probabilities.
         grammar: which the answer follows.
-        tells_prompt: whether the answer tells the probabilities of the prompt's tokens, too; all of it is read then.
+        prompt_logprobs: whether these are told of the prompt's tokens, too; all of it is read then.
         documents: contexts that the prompt begins with, side by side; of their tokens the share `repair` is read again.
         cached: tokens of the prompt that were not read again; of them on disk, `from_disk`.
         since, begun, first, last: when it came, was begun, and had its first and last token so far.
@@ -58,7 +58,7 @@ class Job:
     done: Callable[[Exception | None], None]
     num_logprobs: int | None = None
     grammar: Grammar | None = None
-    tells_prompt: bool = False
+    prompt_logprobs: bool = False
     documents: tuple[str, ...] = ()
     repair: float = 0.0
     cached: int = 0

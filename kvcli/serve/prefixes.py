@@ -25,6 +25,8 @@ from kvcli.rope import NoRope
 from kvcli.serve.store import ServedContexts
 from kvcli.text.prompts import common_length
 
+OnLogits = Callable[[int, Tensor], None]
+
 UNIT = 128
 """Fewest tokens of a pass over a prompt, and tokens of a block on disk."""
 
@@ -98,9 +100,7 @@ class Prefixes:
         self.hot: list[Prefix] = []
 
     @torch.inference_mode()
-    def read(
-        self, ids: Tensor, owner: str, keep: bool, check: Advance, every: Callable[[int, Tensor], None] | None = None
-    ) -> Prefix:
+    def read(self, ids: Tensor, owner: str, keep: bool, check: Advance, on_logits: OnLogits | None = None) -> Prefix:
         """The cache of a prompt, int64 [1, time], up to its last boundary, from the longest prefix that is there.
 
         At least as many tokens are left to be read as the settings keep in full precision, and one.
@@ -108,12 +108,12 @@ class Prefixes:
         Args:
             owner: whose prefixes may be used; `keep`: whether this one may be stored.
             check: called after each pass with its number of tokens; what it raises ends the reading.
-            every: called with the place of the first token of each pass, and the logits [tokens, vocab_size] of all
+            on_logits: called with the place of the first token of each pass, and the logits [tokens, vocab_size] of all
                 of its tokens; then nothing that is kept is used.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
         identity = self.identity_of(owner, ids.shape[1])
-        if every is None:
+        if on_logits is None:
             prefix = self._longest(ids.cpu(), ends, identity, keep)
         else:
             prefix = Prefix(self.session.new_cache(ids.shape[1]), ids.cpu(), identity)
@@ -122,9 +122,9 @@ class Prefixes:
             if end > prefix.flushed:
                 device = self.session.model.device
                 read = ids[:, :end].to(device)
-                logits = prefill(self.session.model, prefix.cache, read, None, None, every=every is not None)
-                if every is not None:
-                    every(end - logits.shape[1], logits[0])
+                logits = prefill(self.session.model, prefix.cache, read, None, None, all_logits=on_logits is not None)
+                if on_logits is not None:
+                    on_logits(end - logits.shape[1], logits[0])
                 self.session.flush(prefix.cache)
                 prefix.flushed = end
                 try:

@@ -40,12 +40,12 @@ class Sampler:
         """
         told, grammar = None, self._job.grammar
         if (count := self._job.num_logprobs) is not None:
-            (told,) = _told(torch.tensor([token], device=logits.device), logits, count)
+            (told,) = _logprobs_of(torch.tensor([token], device=logits.device), logits, count)
         return told, grammar is not None and grammar.take(token)
 
 
-def tell_prompt(job: Job, first: int, logits: Tensor) -> None:
-    """Tells what the model says of the tokens that follow `first` of a prompt, by logits [tokens, vocab_size].
+def add_prompt_logprobs(job: Job, first: int, logits: Tensor) -> None:
+    """Adds what logits [tokens, vocab_size] of the tokens from place `first` on of a prompt say of those that follow.
 
     ModelError: logits that are not finite.
     """
@@ -53,11 +53,11 @@ def tell_prompt(job: Job, first: int, logits: Tensor) -> None:
         raise ModelError("the model computed logits that are not finite")
     begins = [TokenLogprob(int(job.ids[0, 0]), None, [])] if first == 0 else []
     tokens = job.ids[0, first + 1 : first + 1 + len(logits)].to(logits.device)
-    job.answer.tell_prompt([*begins, *_told(tokens, logits[: len(tokens)], job.num_logprobs or 0)])
+    job.answer.add_prompt_logprobs([*begins, *_logprobs_of(tokens, logits[: len(tokens)], job.num_logprobs or 0)])
 
 
-def _told(tokens: Tensor, logits: Tensor, count: int) -> list[TokenLogprob]:
-    """What is said of tokens [tokens], and of the `count` most probable ones, by logits [tokens, vocab_size]."""
+def _logprobs_of(tokens: Tensor, logits: Tensor, count: int) -> list[TokenLogprob]:
+    """Of tokens, int64 [tokens], and of the `count` most probable ones, by logits [tokens, vocab_size]."""
     found = list[TokenLogprob]()
     for some, rows in zip(tokens.split(64), logits.split(64), strict=True):
         logprobs = rows.float().log_softmax(-1)

@@ -20,7 +20,7 @@ from kvcli.models.load import LoadedModel
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.prefixes import Prefix, Prefixes
 from kvcli.serve.requests import ApiError
-from kvcli.serve.sampler import Sampler, choose, tell_prompt
+from kvcli.serve.sampler import Sampler, add_prompt_logprobs, choose
 
 _CHUNK = 4096
 """Tokens of a pass that reads documents again."""
@@ -100,8 +100,8 @@ class SequentialEngine(JobThread):
         job.check()
         if job.documents:
             return self._beside(job)
-        tell = partial(tell_prompt, job) if job.tells_prompt else None
-        prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check(), tell)
+        on_logits = partial(add_prompt_logprobs, job) if job.prompt_logprobs else None
+        prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check(), on_logits)
         job.cached = prefix.reused
         if prefix.source == "disk":
             job.from_disk = prefix.reused
@@ -132,12 +132,12 @@ class SequentialEngine(JobThread):
     @torch.inference_mode()
     def _decode_in_passes(self, job: Job, ids: Tensor, prefix: Prefix, on_tokens: Callable[..., None]) -> NoReturn:
         """The same where the logits of each token are needed on the way."""
-        sampler, every = Sampler(job, ids.device, self.session.spec.vocab_size), job.tells_prompt
+        sampler, whole = Sampler(job, ids.device, self.session.spec.vocab_size), job.prompt_logprobs
         while True:
-            logits = prefill(self.session.model, prefix.cache, ids, None, None, every=every)
-            if every:
-                tell_prompt(job, ids.shape[1] - logits.shape[1], logits[0])
-                logits, every = logits[:, -1], False
+            logits = prefill(self.session.model, prefix.cache, ids, None, None, all_logits=whole)
+            if whole:
+                add_prompt_logprobs(job, ids.shape[1] - logits.shape[1], logits[0])
+                logits, whole = logits[:, -1], False
             if not logits.isfinite().all():
                 raise ModelError("the model computed logits that are not finite")
             token = choose([sampler], sampler.scores(logits))

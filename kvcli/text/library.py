@@ -83,16 +83,16 @@ class Library:
 
         UsageError: the library's documents are of another model or method, and would not stand beside it.
         """
-        if self._other is not None:
+        if self._mismatch is not None:
             raise UsageError(
-                f"library '{self.name}' in {self.store.folder} was made {self._other}; take another name, or remove it "
-                "with 'kvcli library rm'"
+                f"library '{self.name}' in {self.store.folder} was made {self._mismatch}; take another name, or "
+                "remove it with 'kvcli library rm'"
             )
         document.read(progress, say)
         document.keep()
 
     @cached_property
-    def _other(self) -> str | None:
+    def _mismatch(self) -> str | None:
         """Why documents that are there cannot stand beside those of this session: a clause after "it was made"."""
         identity = identity_of(self.session, self.loaded.tokenizer)
         return next(filter(None, (x.difference(identity) for x in self.documents().values())), None)

@@ -345,7 +345,7 @@ def test_an_echo_tells_of_each_token_once_also_of_the_last() -> None:
     pieces, prompt = list[Piece](), ids("Hi")
     made = Answer(TOKENIZER, 9, [END], (), None, pieces.append, prompt, echo="Hi")
     for logprob in (-9.0, -1.0):  # read again
-        made.tell_prompt([TokenLogprob(prompt[0], None, []), TokenLogprob(prompt[1], logprob, [(7, -0.5)])])
+        made.add_prompt_logprobs([TokenLogprob(prompt[0], None, []), TokenLogprob(prompt[1], logprob, [(7, -0.5)])])
     assert not made.feed(ids("o"), TokenLogprob(ids("o")[0], -2.0, [(8, -0.25), (9, -3.0)]))
     assert made.feed([END], TokenLogprob(END, -4.0, [(8, -0.125)]))
     choice = Form("cmpl-1", "m", False).whole([(pieces, "stop")], {})["choices"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,25 @@ def test_an_echo_takes_nothing_from_the_store(serve: Any, tmp_path: Path) -> Non
         assert len(done.choices[0].logprobs.tokens) == done.usage.prompt_tokens + 2
         assert done.usage.prompt_tokens_details.cached_tokens == 0
         assert served.complete(prompt, 2).usage.prompt_tokens_details.cached_tokens > 0
+
+
+@pytest.mark.parametrize("serve", [serving_together, serving])
+def test_an_echo_with_logits_that_are_not_finite_is_an_error(serve: Any) -> None:
+    """Also where those of the last token are; one that runs beside it goes on."""
+
+    def spoil(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(1, torch.tensor([2]), torch.nan) if logits.shape[1] > 3 else logits
+
+    together = serve is serving_together
+    with serve(method="fp16") as served, served.open(request("/v1/completions", STREAM)) if together else nullcontext():
+        until(lambda: not together or served.engine._running)
+        handle = served.loaded.model.lm_head.register_forward_hook(spoil)
+        try:
+            refused = served.ask("/v1/completions", {"prompt": "Hi you", "echo": True, "logprobs": 1})
+        finally:
+            handle.remove()
+        assert refused.error()["message"] == "the model computed values that are not finite"
+        assert not together or served.engine._running
 
 
 SCHEMA = {
