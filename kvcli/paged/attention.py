@@ -50,8 +50,7 @@ class Page:
             raise UsageError(f"pages of {size} tokens do not hold {sinks} sinks; choose larger ones")
         self.keys, self.values = encoder.fields(size)
         self._dtype, self._sinks = dtype, (sinks, 2, spec.num_kv_heads, spec.head_dim)
-        self._codes = self.keys.nbytes + self.values.nbytes
-        self.nbytes = self._codes + -(-sinks * 2 * spec.kv_dim * dtype.itemsize // 16) * 16
+        self.nbytes = self.values.stop + -(-sinks * 2 * spec.kv_dim * dtype.itemsize // 16) * 16
         self.token_bytes = -(-self.nbytes // size)
         self._views: tuple[Any, Any] = None, None
 
@@ -63,9 +62,9 @@ class Page:
         if (seen := (pages.data_ptr(), pages.shape)) == self._views[0]:
             return self._views[1]
         count, both, heads, width = self._sinks
-        stop = self._codes + count * both * heads * width * self._dtype.itemsize
-        sinks = pages[:, self._codes : stop].view(self._dtype).unflatten(1, self._sinks)
-        self._views = seen, (self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), sinks)
+        stop = self.values.stop + count * both * heads * width * self._dtype.itemsize
+        sinks = pages[:, self.values.stop : stop].view(self._dtype).unflatten(1, self._sinks)
+        self._views = seen, (self.keys.view(pages), self.values.view(pages), sinks)
         return self._views[1]
 
 
@@ -107,7 +106,7 @@ class PagedAttention:
             from kvcli.paged import kernels as full_precision
         full_precision.copy_rings(self.rings, batch.ring_copies)
         # all is stored before any is read: a request may share pages that another one fills in this pass
-        self._encode(page, keys, values, batch, key, value, full_precision)
+        self._encode(page, pages, batch, key, value, full_precision)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
         full_precision.store(key, value, sinks, batch.sinks)
         for part in batch.parts:
@@ -119,22 +118,19 @@ class PagedAttention:
             )  # fmt: skip
         full_precision.store(key, value, self.rings.flatten(0, 1), batch.recent)
 
-    def _encode(
-        self, page: Page, keys: Codes, values: Codes, batch: Batch, key: Tensor, value: Tensor, full_precision: Any
-    ) -> None:
+    def _encode(self, page: Page, pages: Tensor, batch: Batch, key: Tensor, value: Tensor, full_precision: Any) -> None:
         """Writes the codes of new tokens into their pages."""
-        stored = [key, value] if batch.stored is None else [key[batch.stored], value[batch.stored]]
-        if not len(stored[0]):
+        stored_key, stored_value = full_precision.select(key, value, batch.stored, batch.is_blank)
+        if not len(stored_key):
             return
-        if batch.is_blank is not None:
-            stored = [x.masked_fill(batch.is_blank[:, None, None], 0) for x in stored]
-        place = batch.dst_page, batch.dst_offset
-        page.values.put(values, *place, self.encoder.encode_values(stored[1]))
+        codes = [(page.values, self.encoder.encode_values(stored_value))]
         if page.group == 1:
-            page.keys.put(keys, *place, self.encoder.encode_keys(stored[0], batch.rotation))
+            codes.append((page.keys, self.encoder.encode_keys(stored_key, batch.rotation)))
+        full_precision.put(pages, batch.dst_page, batch.dst_offset, *codes)
         if (groups := batch.groups) is not None:
             tokens = full_precision.gather(key, self.rings.flatten(0, 1), groups.is_new, groups.token)
-            page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
+            keys = self.encoder.encode_keys(tokens, batch.rotation)
+            full_precision.put(pages, groups.page, groups.place, (page.keys, keys))
 
     def _states(
         self, keys: Codes, values: Codes, part: UniformBatch, query: Tensor, key: Tensor, value: Tensor, skip: int

@@ -9,8 +9,10 @@ from torch import Tensor
 from kvcli.attention.window_kernels import attend_tile, tile_for
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
+from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.paged.batch import UniformBatch
+from kvcli.paged.pages import PageFields
 
 _BLOCK = 1024
 
@@ -135,6 +137,78 @@ def attend(
         GROUPS=groups, D=head_dim, SINKS=sinks.shape[1], RING=rings.shape[1],
         BLOCK_D=max(16, power_of_two(head_dim)), **tile, SOFT_CAP=soft_cap or 0.0, HAS_OTHERS=others is not None,
         HAS_LOGITS=sink_logits is not None, **({} if others is None else pdl_launch_options()),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _select_kernel(
+    key, value, stored, is_blank, out, k_time, k_head, v_time, v_head, count, D: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_STORED: tl.constexpr, HAS_BLANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies a token's key or value, WIDTH numbers of all heads, to out [2, count, WIDTH]. Grid (count, 2)."""
+    i, both = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t, kept = i, True
+    if HAS_STORED:
+        t = tl.load(stored + i)
+    if HAS_BLANK:
+        kept = tl.load(is_blank + i) == 0
+    for start in range(0, WIDTH, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        m, head, o_d = o < WIDTH, o // D, o % D
+        if both == 0:
+            b_x = tl.load(key + t * k_time + head * k_head + o_d, mask=m & kept, other=0.0)
+        else:
+            b_x = tl.load(value + t * v_time + head * v_head + o_d, mask=m & kept, other=0.0)
+        tl.store(out + (both * count + i) * WIDTH + o, b_x, mask=m)
+
+
+def select(key: Tensor, value: Tensor, stored: Tensor | None, is_blank: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As that of `paged_reference`."""
+    if stored is None and is_blank is None:
+        return key, value
+    (tokens, heads, head_dim), key, value = key.shape, row_major(key), row_major(value)
+    out = key.new_empty(2, tokens if stored is None else len(stored), heads, head_dim)
+    if out.numel():
+        _select_kernel[(out.shape[1], 2)](
+            key, value, key if stored is None else stored, key if is_blank is None else is_blank, out,
+            *key.stride()[:2], *value.stride()[:2], out.shape[1], D=head_dim, WIDTH=heads * head_dim,
+            HAS_STORED=stored is not None, HAS_BLANK=is_blank is not None,
+            BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,
+        )  # fmt: skip
+    return out[0], out[1]
+
+
+@triton.jit(do_not_specialize=["count"])
+def _put_kernel(
+    pages, rows, page, place, page_bytes, count,
+    STARTS: tl.constexpr, HEADS: tl.constexpr, HEAD_BYTES: tl.constexpr, SIZES: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the bytes of a group's field, for each of its heads, into a page. Grid (count, FIELDS).
+
+    rows: of each field uint8 [HEADS, count, SIZES]; it begins at byte STARTS of a page, and its heads are HEAD_BYTES
+    apart. page and place: int64 [count].
+    """
+    i = tl.program_id(0).to(tl.int64)
+    p_page, at = pages + tl.load(page + i) * page_bytes, tl.load(place + i)
+    for f in tl.static_range(FIELDS):
+        if tl.program_id(1) == f:
+            for start in range(0, HEADS[f] * SIZES[f], BLOCK):
+                o = start + tl.arange(0, BLOCK)
+                m, head, byte = o < HEADS[f] * SIZES[f], o // SIZES[f], o % SIZES[f]
+                b_x = tl.load(rows[f] + (head * count + i) * SIZES[f] + byte, mask=m)
+                tl.store(p_page + STARTS[f] + head * HEAD_BYTES[f] + at * SIZES[f] + byte, b_x, mask=m)
+
+
+def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Codes]) -> None:
+    """As that of `paged_reference`."""
+    fields = [field for layout, new in codes for field in layout.bytes_of(new)]
+    rows, starts, head_bytes = zip(*fields, strict=True)
+    heads, sizes = (tuple(x.shape[axis] for x in rows) for axis in (0, 2))
+    most = max(count * size for count, size in zip(heads, sizes, strict=True))
+    _put_kernel[(len(page), len(fields))](
+        pages, rows, page, place, pages.stride(0), len(page), STARTS=starts, HEADS=heads, HEAD_BYTES=head_bytes,
+        SIZES=sizes, FIELDS=len(fields), BLOCK=min(_BLOCK, power_of_two(most)), num_warps=4,
     )  # fmt: skip
 
 

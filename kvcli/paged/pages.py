@@ -23,45 +23,50 @@ class PageFields:
         codec: encodes groups of `tokens_per_group` tokens, each independently of others.
         dtype, device: of the tokens that it encodes.
         page_size: tokens of a page, whole groups.
+        start: byte of a page where they begin, a multiple of `ALIGNMENT`.
 
     Attributes:
         group: tokens per group.
-        nbytes: of a page.
+        stop: byte of a page after them.
     """
 
-    def __init__(self, codec: Codec[Any], dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+    def __init__(
+        self, codec: Codec[Any], dtype: torch.dtype, device: torch.device, page_size: int, start: int = 0
+    ) -> None:
         self.group = codec.tokens_per_group
         shape = 1, codec.spec.num_kv_heads, self.group, codec.spec.head_dim
         example = codec.encode(torch.zeros(shape, dtype=dtype, device=device), None)
-        self._make, self._fields, self.nbytes = type(example), dict[str, tuple[int, torch.dtype, tuple[int, ...]]](), 0
+        self._make, self._fields, self.stop = (
+            type(example),
+            dict[str, tuple[int, torch.dtype, tuple[int, ...]]](),
+            start,
+        )
         self._groups = page_size // self.group
         for name, x in example.tensors().items():
-            self._fields[name] = self.nbytes, x.dtype, (x.shape[1], self._groups * x.shape[2], x.shape[3])
-            self.nbytes += -(-x.nbytes * self._groups // ALIGNMENT) * ALIGNMENT
+            self._fields[name] = self.stop, x.dtype, (x.shape[1], self._groups * x.shape[2], x.shape[3])
+            self.stop += -(-x.nbytes * self._groups // ALIGNMENT) * ALIGNMENT
 
     def view(self, pages: Tensor) -> Codes:
-        """Codes [pages, heads, entries, width] as views of pages uint8 [pages, at least nbytes]."""
+        """Codes [pages, heads, entries, width] as views of pages uint8 [pages, at least `stop`]."""
         views = {}
         for name, (start, dtype, shape) in self._fields.items():
             stop = start + dtype.itemsize * shape[0] * shape[1] * shape[2]
             views[name] = pages[:, start:stop].view(dtype).unflatten(1, shape)
         return self._make(**views)
 
-    def put(self, pages: Codes, page: Tensor, place: Tensor, codes: Codes) -> None:
-        """Writes the codes of n groups, each field [1, heads, entries, width], into pages of `view`.
-
-        `page` and `place` int64 [n]: which page and which of its groups.
+    def bytes_of(self, codes: Codes) -> list[tuple[Tensor, int, int]]:
+        """Fields of the codes of n groups: uint8 [heads, n, bytes of a group], the byte of a page where the field
+        begins, and how many bytes each of its heads has there.
         """
-        new = codes.tensors()
-        for name, x in pages.tensors().items():
-            groups = new[name][0].unflatten(1, (len(page), -1)).transpose(0, 1)
-            x.unflatten(2, (self._groups, -1))[page, :, place] = groups
-
-    def take(self, pages: Codes, page: Tensor, place: Tensor) -> Codes:
-        """The codes of n groups, each field [1, heads, entries, width]; the inverse of `put`."""
-        return pages.map(
-            lambda x: x.unflatten(2, (self._groups, -1))[page, :, place].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        )
+        found = []
+        for name, x in codes.tensors().items():
+            start, dtype, (heads, entries, width) = self._fields[name]
+            if x.numel():
+                rows = (
+                    x.contiguous().view(torch.uint8).view(heads, -1, entries // self._groups * width * dtype.itemsize)
+                )
+                found.append((rows, start, entries * width * dtype.itemsize))
+        return found
 
 
 class LayerEncoder:
@@ -89,7 +94,7 @@ class LayerEncoder:
         """Where keys and values are in pages of so many tokens."""
         codec, device = self.codec, self._device
         keys = PageFields(codec.key, self._key_dtype, device, page_size)
-        return keys, PageFields(codec.value, self._dtype, device, page_size)
+        return keys, PageFields(codec.value, self._dtype, device, page_size, keys.stop)
 
     def encode_keys(self, keys: Tensor, rotation: Rotation) -> Codes:
         """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim]; `rotation` is RoPE of the tokens, float32."""

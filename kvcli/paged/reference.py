@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.reference import merge_state, partial_attention
+from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.paged.batch import UniformBatch
+from kvcli.paged.pages import PageFields
 
 
 def attend(
@@ -55,6 +57,33 @@ def attend(
     if sink_logits is not None:
         out = out * torch.sigmoid(lse - sink_logits.float()[:, None]).unsqueeze(-1)
     output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+
+
+def select(key: Tensor, value: Tensor, stored: Tensor | None, is_blank: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values that are encoded, of new ones [tokens, num_kv_heads, head_dim]; zeros for blank tokens.
+
+    Args:
+        stored, is_blank: as of `Batch`; None for `is_blank`: no token.
+    """
+    if stored is not None:
+        key, value = key[stored], value[stored]
+    if is_blank is not None:
+        key, value = (x.masked_fill(is_blank[:, None, None], 0) for x in (key, value))
+    return key, value
+
+
+def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Codes]) -> None:
+    """Writes the codes of n groups into pages uint8 [pages, bytes].
+
+    Args:
+        page, place: int64 [n], which page and which of its groups.
+        codes: each field [1, heads, entries of n groups, width].
+    """
+    for fields, new in codes:
+        for rows, start, head_bytes in fields.bytes_of(new):
+            heads, _, size = rows.shape
+            of_field = pages[:, start : start + heads * head_bytes].unflatten(1, (heads, -1, size))
+            of_field[page, :, place] = rows.transpose(0, 1)
 
 
 def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:

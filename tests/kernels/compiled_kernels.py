@@ -210,6 +210,10 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     paged_kernels.copy_rings(stored, torch.zeros(2, 1, dtype=torch.int64))
     group = torch.ones(32, dtype=torch.bool), torch.zeros(32, dtype=torch.int64)
     paged_kernels.gather(key, stored.flatten(0, 1), *group)
+    paged_kernels.select(key, key, torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.bool))
+    fields = [(torch.empty(heads, 3, size, dtype=torch.uint8), size, 64 * size) for heads, size in ((1, 272), (8, 1))]
+    layout, pages = SimpleNamespace(bytes_of=lambda codes: fields), torch.empty(2, 20480, dtype=torch.uint8)
+    paged_kernels.put(pages, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), (layout, None))
 
 
 def launch_encoders(codec: Any, unrotate: Any, seam: Any, dtype: torch.dtype) -> None:

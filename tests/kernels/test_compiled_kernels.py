@@ -20,18 +20,18 @@ pytest.importorskip("triton")
 HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
 WIDE = r"--methods turboquant-3 --head-dim 256 --kernels window_kernels\._attend|turboquant"
-EXACT = "--methods kivi-2 --page-size 128 --shared-only --kernels _full_precision_kernel|_rings|_gather|_per_t|_per_c"
+EXACT = "--methods kivi-2 --page-size 128 --shared-only --kernels _full_prec|_rings|_gather|_select|_put|_per_t|_per_c"
 QJL = r"--methods qjl --kv-heads 1 --shared-only --kernels \._attend_kernel|_extend_kernel|qjl\.(en|de)code"
 FIT = [
     # capability, options, some of the kernels that are compiled
     (86, f"--methods squat-2 qjl commvq-1 --dtype bfloat16 --kernels {HEAVY}", "_extend_kernel window_kernels"),
-    (86, f"--methods kivi-2 --dtype float32 --kernels {HEAVY}", "_extend_kernel window_kernels"),
-    (90, f"{WIDE} --dtype float32", "_attend_kernel _decode_kernel _encode_kernel"),
+    (86, f"--methods kivi-2 --dtype float32 --shared-only --kernels {HEAVY}", "_extend_kernel window_kernels"),
+    (90, f"{WIDE} --dtype float32 --shared-only", "_attend_kernel _decode_kernel _encode_kernel"),
     (86, f"{WIDE} --dtype bfloat16", "_attend_kernel _decode_kernel _encode_kernel"),
     (
         90,
         f"{EXACT} --head-dim 128 --dtype float32",
-        "_attend_full_precision _store_full_precision _copy_rings _gather _per_channel _per_token",
+        "_attend_full_precision _store_full_precision _copy_rings _gather _select _put _per_channel _per_token",
     ),
     (86, f"{EXACT} --head-dim 256 --dtype bfloat16", "_attend_full_precision _store_full_precision _copy_rings"),
     (86, f"{QJL} --head-dim 256 --dtype float32 --heads 7", "qjl.decode_kernels"),
@@ -67,7 +67,7 @@ def test_kernels_fit_into_shared_memory(capability: int, options: str, compiled:
 )
 def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kernels: str, limit: int) -> None:
     """What a thread loads is what its products take; Triton would show an exchange in the shared memory of a launch."""
-    printed = compile_kernels(90, "--methods", *methods, "--kernels", kernels)
+    printed = compile_kernels(90, "--methods", *methods, "--kernels", kernels, "--shared-only")
     launches = [line.split() for line in printed.splitlines() if re.search(kernels, line)]
     assert len(launches) > 2
     assert max(int(shared) for shared, *_ in launches) <= limit

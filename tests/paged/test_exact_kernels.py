@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from parts import DEVICE
+from parts import DEVICE, make_codec
 from torch import Tensor
 
 from kvcli.methods.pages import PageTable
 from kvcli.paged import kernels as paged_kernels
 from kvcli.paged import reference as paged_reference
 from kvcli.paged.batch import UniformBatch
+from kvcli.paged.pages import PageFields
 from kvcli.rope import NoRope, TokenRotations
 
 PAGE = 32
@@ -99,6 +100,63 @@ def test_tokens_are_stored_as_in_the_reference(kv_heads: int, width: int) -> Non
             found.append(stored)
         assert torch.equal(*found)
         assert found[0].any(-1).any(-1).all(-1).sum() == sum(x >= 0 for x in places[0])
+
+
+@pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
+def test_what_is_encoded_is_selected_as_in_the_reference(kv_heads: int, width: int) -> None:
+    """Of new tokens, which are not contiguous; blank ones, whose numbers may be NaN, are zeros."""
+    torch.manual_seed(0)
+    qkv = random(6, 3 * kv_heads, width, dtype=torch.float16)
+    qkv[3] = float("nan")
+    key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
+    cases: list[Any] = [
+        (None, [0, 1, 0, 1, 0, 0]),
+        ([5, 3, 0], [0, 1, 0]),
+        ([5, 0, 1, 1], None),
+        (None, None),
+        ([], []),
+    ]
+    for stored, blank in cases:
+        where = [
+            None if x is None else torch.tensor(x, dtype=kind, device=DEVICE)
+            for x, kind in ((stored, torch.int64), (blank, torch.bool))
+        ]
+        found = [module.select(key, value, *where) for module in MODULES]
+        for i, new in enumerate((key, value)):
+            expected = new.clone() if stored is None else new[where[0]]
+            if blank is not None:
+                expected[where[1]] = 0
+            for ours in found:
+                assert ours[i].dtype == torch.float16
+                torch.testing.assert_close(ours[i], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_are_put_into_pages_as_in_the_reference() -> None:
+    """Fields with one head and with several, of one token and of groups, and what is beside them stays."""
+    torch.manual_seed(0)
+    for names in (("turboquant", "kvquant"), ("kivi",), ("fp8", "rtn")):
+        fields, start = [], 16
+        for name in names:
+            codec = make_codec(name, 4, 2, 64)[1].key
+            fields.append((codec, PageFields(codec, torch.float32, DEVICE, 64, start)))
+            start = fields[-1][1].stop
+        group = fields[0][0].tokens_per_group
+        page, place = torch.tensor([[6, 0, 3, 6], [63 // group, 0, 7 // group, 0]], device=DEVICE)
+        codes = [(x, codec.encode(random(1, 2, 4 * group, 64), None)) for codec, x in fields]
+        found = []
+        for module in MODULES:
+            pages = torch.full((7, start + 16), 99, dtype=torch.uint8, device=DEVICE)
+            module.put(pages, page, place, *codes)
+            found.append(pages)
+        assert torch.equal(*found)
+        assert all((beside == 99).all() for beside in (found[1][:, :16], found[1][:, start:], found[1][[1, 2, 4, 5]]))
+        for x, new in codes:
+            for name, field in x.view(found[1]).tensors().items():
+                entries = field.shape[2] // (64 // group)
+                for i in range(4):
+                    at = int(place[i]) * entries
+                    stored = field[page[i], :, at : at + entries]
+                    assert torch.equal(stored, new.tensors()[name][0, :, i * entries : (i + 1) * entries])
 
 
 @pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
