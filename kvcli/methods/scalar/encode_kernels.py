@@ -18,6 +18,8 @@ from kvcli.methods.packing import planes_size
 
 _TILE = 4096
 """Elements per program, about; tuned on one H200, torch 2.11, triton 3.6."""
+_PROGRAMS = 64
+"""Programs of a step, at least, if it has as many tokens and heads."""
 
 
 @triton.jit
@@ -217,7 +219,7 @@ def encode_per_token(
         return
     block = max(1, _TILE // width)
     if time == 1:  # a step; other passes share one variant
-        block = min(block, power_of_two(tokens))
+        block = min(block, power_of_two(cdiv(tokens, _PROGRAMS)))
     target = out[0].view(torch.int16)
     _per_token_kernel[(cdiv(tokens, block),)](
         x, target, out[1], out[2], x if place is None else place[0], x if peak is None else peak,
