@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.klt import trellis
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, SCALAR, TRELLIS, Code, Fields, share
+from kvcli.methods.klt.fields import BANDS, SCALAR, TRELLIS, TRIED_GAINS, Code, Fields, share
 from kvcli.methods.klt.method import KLTConfig, allocate
 from kvcli.methods.klt.transform import in_tiles, tile_rotation, transform
 from kvcli.methods.layer_codec import LayerCodec
@@ -178,13 +178,20 @@ def test_no_vectors_have_no_codes() -> None:
 @CODES
 @pytest.mark.parametrize("width", [80, 96, 128])
 @pytest.mark.parametrize("bits", [1, 2, 3])
-def test_the_error_of_normal_vectors_is_the_predicted_one(code: Code, width: int, bits: int) -> None:
-    """Gains are rounded and follow each token, and trellises of few channels are worse, so it is not exactly that."""
+def test_the_error_of_normal_vectors_is_below_the_predicted_one(code: Code, width: int, bits: int) -> None:
+    """By what the choice of each token's gain is worth: with root mean squares as gains it is about that.
+
+    Gains of a trellis are those, rounded, and trellises of few channels are worse.
+    """
     covariance = matrices(width)
     codec, predicted = value_codec(covariance, bits, code)
     x = normal(covariance, 2000)
     error = (codec.decode(codec.encode(x[None]))[0] - x).square().sum(-1).mean(-1)
-    assert error.tolist() == pytest.approx(predicted.tolist(), rel=0.15 if code.trellis else 0.1)
+    if code.trellis:
+        assert error.tolist() == pytest.approx(predicted.tolist(), rel=0.15)
+    else:
+        assert (0.85 * predicted < error).all()
+        assert (error < 0.96 * predicted).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -212,7 +219,7 @@ def test_a_factor_of_a_token_is_a_factor_of_what_is_decoded(code: Code, octaves:
 
 
 @CODES
-def test_gains_are_the_size_of_what_is_coded_of_a_token(code: Code) -> None:
+def test_gains_are_about_the_size_of_what_is_coded_of_a_token(code: Code) -> None:
     """Components without a code do not count; a token that is the mean has a gain of 0 and is decoded as the mean."""
     codec, _ = value_codec(matrices(WIDTH), 2, code)
     codec.mean.copy_(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
@@ -222,12 +229,33 @@ def test_gains_are_the_size_of_what_is_coded_of_a_token(code: Code) -> None:
     z = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(basis / steps.unsqueeze(1)).mT
     for head, fields in enumerate(codec.fields):
         coded = z[head, :, : 2 * len(fields)]
-        stored = codec.encode(x[None]).gain[0, head, :, 0]
+        stored = codec.encode(x[None]).gain[0, head, :, 0].int()
         size = codec.widening * coded.square().mean(-1).sqrt()
-        assert (stored - (128 + 16 * size.log2())).abs().max() < 0.51
+        steps_away = stored - (128 + 16 * size.log2()).round().int()
+        assert {*steps_away.tolist()} == ({0} if code.trellis else {*TRIED_GAINS})
     still = codec.encode(codec.mean[None, :, None])
     assert not still.gain.any()
     assert torch.equal(codec.decode(still), codec.mean[None, :, None])
+
+
+@pytest.mark.parametrize("octaves", [0, -7.7, 7.7])
+def test_the_gain_with_the_least_error_is_taken(octaves: float) -> None:
+    """Of all that are tried, also where they would be stored as less than 1 or more than 255."""
+    codec, _ = value_codec(matrices(64), 2.5)
+    x = 2.0**octaves * normal(matrices(64), 300)[None]
+    y, size = codec.analyse(x)
+    half = codec.tables.levels.unsqueeze(1).double() / 2
+    middle = (128 + 16 * size.double().log2()).round().clamp(0, 255)
+    errors = []
+    for more in TRIED_GAINS:
+        stored = (middle + more).clamp(1, 255)
+        gain = 2 ** ((stored - 128) / 16)
+        levels = (y.double() / gain + half).round().clamp_min(0).minimum(2 * half)
+        errors.append(((y - gain * (levels - half)).square().sum(-1), stored[..., 0]))
+    least = torch.stack([error for error, _ in errors]).amin(0)
+    gain = codec.encode(x).gain[..., 0]
+    taken = torch.stack([error.where(stored == gain, math.inf) for error, stored in errors]).amin(0)
+    assert (taken <= least * (1 + 1e-5)).all()
 
 
 def _padded(fields: Fields) -> list[int]:

@@ -40,7 +40,7 @@ def test_token_kernels(
     heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype, code: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels encode and decode as the reference; a code may differ where a channel is within 1e-4 of a border."""
-    monkeypatch.setattr(token_kernels, "_SEARCH_PROGRAMS", 2)  # several blocks each
+    monkeypatch.setattr(token_kernels, "_PROGRAMS", 2)  # several blocks each
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.zeros(*shape, **how).fill_(77))
     spec = make_spec(head_dim, heads)
     fields = [code.all_fields(1 + head % 4)[5 * head] for head in range(heads)]

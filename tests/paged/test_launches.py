@@ -64,7 +64,7 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         yield layers
 
 
-@pytest.mark.parametrize(("name", "most"), [("kivi-2", 13), ("klt", 14)])
+@pytest.mark.parametrize(("name", "most"), [("kivi-2", 13), ("klt", 16)])
 def test_a_layer_of_a_step_launches_few_kernels(
     name: str, most: int, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

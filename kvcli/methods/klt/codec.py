@@ -17,7 +17,7 @@ from kvcli.errors import UsageError
 from kvcli.kernels.launch import TINY
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt import trellis
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, SCALAR, UNIT_GAIN, Code, Fields
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, SCALAR, TRIED_GAINS, UNIT_GAIN, Code, Fields
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
 
@@ -98,7 +98,8 @@ class _KLT(Codec[KLTCodes, None]):
     """x_hat = mean + B (g (c - l / 2)): levels c from 0 to l, gain g of the token, basis B of the head.
 
     y = B^-1 (x - mean) is in units of the steps of levels; g is the root mean square of what is coded of it, in units
-    of its standard deviation in the calibration samples, times `widening`.
+    of its standard deviation in the calibration samples, times `widening`; without a trellis, of some gains around that
+    the one with the least squared error of y.
 
     Args:
         fields: of each kv head.
@@ -167,7 +168,9 @@ class _KLT(Codec[KLTCodes, None]):
         )
 
     def analyse(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Transformed channels in units of steps, and gains: float32 shaped like x and [batch, heads, time, 1]."""
+        """Transformed channels in units of steps, and their root mean squares as gains are: float32 shaped like x and
+        [batch, num_kv_heads, time, 1].
+        """
         y = (x.float() - self.mean.unsqueeze(1)) @ self.inverse.mT
         return y, (y.square() * self.tables.weights.unsqueeze(1)).sum(-1, keepdim=True).sqrt()
 
@@ -217,11 +220,11 @@ class _KLT(Codec[KLTCodes, None]):
         y, exact = self.analyse(x)
         stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
         tables = self.tables
-        y = y / _decoded(stored).clamp_min(1e-30) + tables.levels.unsqueeze(1) / 2
         if self.code.trellis:
-            bits, fields = self._searched(y)
+            bits, fields = self._searched(y / _divisor(stored) + tables.levels.unsqueeze(1) / 2)
         else:
-            bits, fields = None, y.round().clamp_min(0).minimum(tables.levels.unsqueeze(1)).int()
+            stored = self.best_gain(y, stored)
+            bits, fields = None, self._nearest(y, _divisor(stored)).int()
         fields <<= tables.bit.unsqueeze(1)
         # fields of a byte share no bit, so the sum joins them
         packed = fields.new_zeros(x.shape[0], x.shape[2], sum(self.num_bytes))
@@ -229,6 +232,23 @@ class _KLT(Codec[KLTCodes, None]):
             if part is not None:
                 packed.scatter_add_(2, index.flatten().expand(*packed.shape[:2], -1), part.transpose(1, 2).flatten(2))
         return KLTCodes(packed.unsqueeze(1).to(torch.uint8), stored.to(torch.uint8))
+
+    def best_gain(self, y: Tensor, stored: Tensor) -> Tensor:
+        """Of gains around `stored`, as they are stored, float32 [batch, num_kv_heads, time, 1], that with the least
+        squared error of y [batch, num_kv_heads, time, head_dim]; the first of several.
+        """
+        half, best, least = self.tables.levels.unsqueeze(1) / 2, stored, torch.full_like(stored, math.inf)
+        for more in TRIED_GAINS:
+            tried = (stored + more).clamp(1, 255).where(stored > 0, 0)
+            gain = _divisor(tried)
+            error = (y - gain * (self._nearest(y, gain) - half)).square_().sum(-1, keepdim=True)
+            best, least = tried.where(error < least, best), error.minimum(least)
+        return best
+
+    def _nearest(self, y: Tensor, gain: Tensor) -> Tensor:
+        """The nearest level of each channel, float32 shaped like y, whatever others are."""
+        levels = self.tables.levels.unsqueeze(1)
+        return (y / gain + levels / 2).round_().clamp_min_(0).minimum(levels)
 
     def _searched(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Bits of the trellis in their places, and fields of y [batch, num_kv_heads, time, head_dim]: int32."""
@@ -381,6 +401,11 @@ def _inverted(basis: Tensor) -> Tensor:
     """Inverses of bases [num_kv_heads, head_dim, head_dim], 0 for those that are 0 because nothing was fitted."""
     inverse, failed = torch.linalg.inv_ex(basis.double())
     return torch.where(failed[:, None, None] > 0, 0.0, inverse).float().contiguous()
+
+
+def _divisor(stored: Tensor) -> Tensor:
+    """Gains by which channels are divided."""
+    return _decoded(stored).clamp_min(1e-30)
 
 
 def _decoded(stored: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ MOST_BYTES = 4
 GAINS_PER_OCTAVE = 16
 UNIT_GAIN = 128
 """How a gain of 1 is stored; 0 is a gain of 0."""
+TRIED_GAINS = range(-8, 5, 2)
+"""Which gains are tried, as they are stored, less that of the root mean square."""
 
 Fields = tuple[int, ...]
 """Bits of each band, most first; bands beyond have no code."""

@@ -8,21 +8,23 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.words import as_decoded
 from kvcli.methods.klt.field_kernels import COLUMNS, FIELDS, PER_OCTAVE, UNIT, gains, head_bytes
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, TRIED_GAINS, UNIT_GAIN
 from kvcli.methods.klt.search_kernels import rounded, search
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
 _WIDE_TILE = {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1}
 _TILES = Tiles(hopper={"BLOCK_T": 64, "num_warps": 4, "num_stages": 1}, smaller=_WIDE_TILE)
 
-_SEARCH_PROGRAMS = 1056
-"""Of which each has memory for the search of a block of tokens."""
+_PROGRAMS = 1056
+"""Blocks of tokens of all heads that are encoded at once; each has memory for its transformed channels."""
 
 _BANDS = tl.constexpr(BANDS)
 _NEAR = tl.constexpr(2.0 ** ((250 - UNIT_GAIN) / GAINS_PER_OCTAVE))
 """The gain from which on one is noted."""
+_TRIED, _FIRST, _STEP = (tl.constexpr(x) for x in (len(TRIED_GAINS), TRIED_GAINS.start, TRIED_GAINS.step))
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
 
@@ -33,62 +35,117 @@ def _tokens(block, length, total, BLOCK_T: tl.constexpr):
     return n < total, n // length, n % length
 
 
-@triton.jit
-def _band(b_x, inverse, f, o_d, o_w, m_w, D: tl.constexpr, W: tl.constexpr):
-    """Transformed channels of band f, float32 [tokens, BLOCK_W], of b_x [tokens, BLOCK_D] less its mean."""
-    p_rows = inverse + (f * W + o_w)[None, :] * D + o_d[:, None]
-    b_rows = tl.load(p_rows, mask=(o_d < D)[:, None] & m_w[None, :], other=0.0)
-    return tl.dot(b_x, b_rows, input_precision="tf32x3")  # has the precision of float32
-
-
-@triton.jit
-def _encode_block(
-    block, i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes,
-    x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total,
+@triton.jit(do_not_specialize=["first", "length", "total"])
+def _analyse_kernel(
+    x, inverse, mean, y, x_batch, x_head, x_time, first, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    TRELLIS: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
-    """Codes and gains of BLOCK_T tokens of head i_h; `inverse`, `fields`, `scratch` and `codes` are its own."""
-    o_d, o_w, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
+    """y = B^-1 (x - mean) of a head's band, of blocks of tokens from block `first` on; grid (blocks, BANDS, heads).
+
+    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean float32 [heads, D]; y
+    float32 [heads, blocks, BLOCK_T, D] is written. There are `total` = batch * length tokens of a head.
+    """
+    pdl_launch_dependents()
+    block, f, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     m_d, m_w = o_d < D, o_w < W
-    coded = tl.load(fields + _BANDS * COLUMNS + 2)
-    m_n, i_b, i_t = _tokens(block, length, total, BLOCK_T)
+    m_n, i_b, i_t = _tokens(first + block, length, total, BLOCK_T)
     p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x = b_x - tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
-    b_square = tl.zeros([BLOCK_T], tl.float32)
+    p_rows = inverse + i_h * (D * D) + (f * W + o_w)[None, :] * D + o_d[:, None]
+    b_rows = tl.load(p_rows, mask=m_d[:, None] & m_w[None, :], other=0.0)
+    b_y = tl.dot(b_x, b_rows, input_precision="tf32x3")  # has the precision of float32
+    y += (i_h * tl.num_programs(0) + block) * (BLOCK_T * D) + f * W
+    tl.store(y + tl.arange(0, BLOCK_T)[:, None] * D + o_w[None, :], b_y, mask=m_w[None, :])
+
+
+@triton.jit
+def _divisor(b_stored):
+    """Gains by which channels are divided, of gains as they are stored; float32."""
+    return tl.where(b_stored > 0, tl.exp2((b_stored - UNIT) / PER_OCTAVE), 1e-30)
+
+
+@triton.jit
+def _best_gain(b_ys, b_stored, lasts, bands, m_w):
+    """Of gains around b_stored [BLOCK_T], float32, the one with the least squared error, as `_KLT.best_gain`.
+
+    b_ys and lasts: of each band, transformed channels [BLOCK_T, BLOCK_W] and the last level, float32; so many bands
+    have codes.
+    """
+    b_best, b_least = b_stored, tl.full(b_stored.shape, float("inf"), tl.float32)
+    for i in range(_TRIED):
+        b_try = tl.minimum(tl.maximum(b_stored + (_FIRST + i * _STEP), 1.0), 255.0)
+        b_try = tl.where(b_stored > 0, b_try, 0.0)
+        b_gain = _divisor(b_try)
+        b_inverse, b_square = 1.0 / b_gain, tl.zeros(b_ys[0].shape, tl.float32)
+        for f in tl.static_range(_BANDS):
+            b_level = rounded(b_ys[f] * b_inverse[:, None] + lasts[f] * 0.5, lasts[f])
+            b_left = b_ys[f] - b_gain[:, None] * (b_level - lasts[f] * 0.5)
+            b_square += tl.where(m_w[None, :] & (f < bands), b_left * b_left, 0.0)
+        b_error = tl.sum(b_square, axis=1)
+        b_best = tl.where(b_error < b_least, b_try, b_best)
+        b_least = tl.minimum(b_error, b_least)
+    return b_best
+
+
+@triton.jit(do_not_specialize=["first", "length", "total"], do_not_specialize_on_alignment=["packed", "gain", "peak"])
+def _encode_kernel(
+    y, weights, fields, packed, gain, peak, codes, p_batch, p_time, g_batch, g_head, g_time, first, length, total,
+    D: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, TRELLIS: tl.constexpr,
+    NOTE: tl.constexpr,
+):  # fmt: skip
+    """Codes and gains of y of `_analyse_kernel`, which is used up; grid (blocks, heads).
+
+    weights float32 [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain
+    uint8 [batch, heads, length, 1], strides p_* and g_*, are written. If TRELLIS, codes int16 shaped like y are, too.
+    NOTE: peak, float32 [], grows to the largest root mean square if that is near the largest gain that is stored.
+    """
+    block, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_w, o_t = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
+    m_w = o_w < W
+    m_n, i_b, i_t = _tokens(first + block, length, total, BLOCK_T)
+    fields += i_h * FIELDS
+    coded = tl.load(fields + _BANDS * COLUMNS + 2)
+    own = (i_h * tl.num_programs(0) + block) * (BLOCK_T * D)
+    y += own
+    b_ys, lasts, b_square = (), (), tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+    pdl_wait()
     for f in tl.static_range(_BANDS):
-        b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W)
+        b_y = tl.load(y + o_t[:, None] * D + (f * W + o_w)[None, :], mask=m_w[None, :], other=0.0)
         b_weight = tl.load(weights + i_h * D + f * W + o_w, mask=m_w, other=0.0)
-        b_square += tl.sum(b_y * b_y * b_weight[None, :], axis=1)
-    b_stored = rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * PER_OCTAVE) + UNIT, 255.0)
-    b_gain = tl.where(b_stored > 0, tl.exp2((b_stored - UNIT) / PER_OCTAVE), 1e-30)
-    tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
+        b_square += b_y * b_y * b_weight[None, :]
+        b_ys = b_ys + (b_y,)
+        lasts = lasts + (tl.load(fields + COLUMNS * f + 2).to(tl.float32),)
+    b_square = tl.sum(b_square, axis=1)
     if NOTE:
         largest = tl.max(tl.where(m_n, b_square, 0.0), 0)
         tl.atomic_max(peak, tl.sqrt(largest), mask=largest > _NEAR * _NEAR)
-    if TRELLIS:
-        for f in tl.static_range(_BANDS):
-            last = 4 * tl.load(fields + COLUMNS * f + 2) + 3
-            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + last.to(tl.float32) * 0.5
-            p_y = scratch + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
-            tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_w[None, :] & (f < coded))
+    b_stored = rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * PER_OCTAVE) + UNIT, 255.0)
+    if not TRELLIS:
+        b_stored = _best_gain(b_ys, b_stored, lasts, coded, m_w)
+    b_gain = _divisor(b_stored)
+    tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
+    if TRELLIS:  # searched channel by channel, so that tokens are neighbours in memory
         tl.debug_barrier()
-        search(scratch + o_t, codes + o_t, fields, coded * W, W, BLOCK_T)
+        for f in tl.static_range(_BANDS):
+            b_y = b_ys[f] / b_gain[:, None] + (2.0 * lasts[f] + 1.5)
+            p_y = y + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
+            tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_w[None, :])
+        tl.debug_barrier()
+        search(y + o_t, codes + own + o_t, fields, coded * W, W, BLOCK_T)
         tl.debug_barrier()
     b_bytes, b_bits = (), tl.zeros([BLOCK_T, BLOCK_W], tl.int32)
     for i in tl.static_range(_MOST_BYTES):
         b_bytes = b_bytes + (tl.zeros([BLOCK_T, BLOCK_W], tl.int32),)
     for f in tl.static_range(_BANDS):
         if TRELLIS:
-            p_code = codes + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
+            p_code = codes + own + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
             b_code = tl.load(p_code, mask=m_w[None, :] & (f < coded), other=0).to(tl.int32)
             b_bits |= (b_code >> 8) << f
             b_code &= 255
         else:
-            levels = tl.load(fields + COLUMNS * f + 2).to(tl.float32)
-            b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + levels * 0.5
-            b_code = rounded(b_y, levels).to(tl.int32)
+            b_code = rounded(b_ys[f] / b_gain[:, None] + lasts[f] * 0.5, lasts[f]).to(tl.int32)
         b_code = b_code << tl.load(fields + COLUMNS * f + 1)
         place = tl.load(fields + COLUMNS * f)
         b_new = ()
@@ -100,41 +157,6 @@ def _encode_block(
     for i in tl.static_range(_MOST_BYTES):
         b_byte = (b_bytes[i] | b_bits if i == 0 else b_bytes[i]).to(tl.uint8)
         tl.store(p_byte + i * W, b_byte, mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
-
-
-@triton.jit(do_not_specialize=["length", "total", "blocks"], do_not_specialize_on_alignment=["packed", "gain", "peak"])
-def _encode_kernel(
-    x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes,
-    x_batch, x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, blocks,
-    D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    TRELLIS: tl.constexpr, NOTE: tl.constexpr,
-):  # fmt: skip
-    """Codes and gains of `total` = batch * length tokens of a head, in `blocks` of BLOCK_T; grid (programs, heads).
-
-    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
-    [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
-    length, 1], strides p_* and g_*, are written. If TRELLIS, scratch float32 and codes int16 [heads, programs, D,
-    BLOCK_T] are, too. NOTE: peak, float32 [], grows to the largest gain if that is near the largest that is stored.
-    """
-    i_h = tl.program_id(1).to(tl.int64)
-    inverse += i_h * (D * D)
-    fields += i_h * FIELDS
-    if TRELLIS:
-        scratch += (i_h * tl.num_programs(0) + tl.program_id(0)) * (D * BLOCK_T)
-        codes += (i_h * tl.num_programs(0) + tl.program_id(0)) * (D * BLOCK_T)
-        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            _encode_block(
-                block, i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes, x_batch, x_head,
-                x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T, True,
-                NOTE,
-            )  # fmt: skip
-            tl.debug_barrier()
-    else:
-        _encode_block(
-            tl.program_id(0), i_h, x, inverse, mean, weights, fields, packed, gain, peak, scratch, codes, x_batch,
-            x_head, x_time, p_batch, p_time, g_batch, g_head, g_time, length, total, D, W, BLOCK_D, BLOCK_W, BLOCK_T,
-            False, NOTE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -198,6 +220,11 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
     return _TILES.on(device) if head_dim <= 128 else {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
 
 
+def _encode_tile(head_dim: int, trellis: bool, most: int) -> dict[str, int]:
+    """The tile of what is transformed, of at most so many tokens."""
+    return {"BLOCK_T": min(32, most), "num_warps": 1, "num_stages": 1} if trellis and head_dim <= 128 else _WIDE_TILE
+
+
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
     trellis: bool, peak: Tensor | None = None,
@@ -205,20 +232,23 @@ def encode_tokens(
     """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel."""
     x = row_major(x)
     batch, heads, length, head_dim = x.shape
-    width = head_dim // BANDS
-    if x.numel():
-        tile = _tile(head_dim, x.device)
-        programs = blocks = cdiv(batch * length, tile["BLOCK_T"])
-        scratch = x, x  # not used
-        if trellis:
-            programs = min(blocks, cdiv(_SEARCH_PROGRAMS, heads))
-            shape = (heads, programs, head_dim, tile["BLOCK_T"])
-            scratch = torch.empty(shape, device=x.device), torch.empty(shape, dtype=torch.int16, device=x.device)
-        _encode_kernel[(programs, heads)](
-            x, inverse, mean, weights, fields, packed, gain, x if peak is None else peak, *scratch,
-            *x.stride()[:3], packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, blocks,
-            D=head_dim, W=width, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)),
-            TRELLIS=trellis, NOTE=peak is not None, **tile,
+    width, tile = head_dim // BANDS, _tile(head_dim, x.device)
+    encoded = _encode_tile(head_dim, trellis, tile["BLOCK_T"])
+    blocks, most = cdiv(batch * length, tile["BLOCK_T"]), cdiv(_PROGRAMS, heads)
+    y = torch.empty(heads, min(blocks, most) * tile["BLOCK_T"], head_dim, device=x.device)
+    codes = torch.empty(y.shape, dtype=torch.int16, device=x.device) if trellis else y  # else not used
+    sizes = {"D": head_dim, "W": width, "BLOCK_W": max(16, power_of_two(width))}
+    parts = tile["BLOCK_T"] // encoded["BLOCK_T"]
+    for first in range(0, blocks, most):
+        count = min(most, blocks - first)
+        _analyse_kernel[(count, BANDS, heads)](
+            x, inverse, mean, y, *x.stride()[:3], first, length, batch * length,
+            BLOCK_D=max(16, power_of_two(head_dim)), **sizes, **tile,
+        )  # fmt: skip
+        _encode_kernel[(count * parts, heads)](
+            y, weights, fields, packed, gain, x if peak is None else peak, codes, packed.stride(0), packed.stride(2),
+            *gain.stride()[:3], first * parts, length, batch * length, TRELLIS=trellis, NOTE=peak is not None, **sizes,
+            **encoded, **pdl_launch_options(),
         )  # fmt: skip
 
 
