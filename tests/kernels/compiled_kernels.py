@@ -157,7 +157,7 @@ def record(
     choose = partial(backend.choose_backend, impl="auto", device=torch.device("cuda"))
     session.choose_backend = lambda method, codecs, impl, device: choose(method, codecs)  # type: ignore[assignment]
     config = LlamaConfig(
-        vocab_size=97, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=1, num_attention_heads=heads,
+        vocab_size=97, hidden_size=2 * heads, intermediate_size=96, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=4096, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to(dtype)

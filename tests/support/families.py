@@ -33,7 +33,7 @@ _SIZES = {
         (64, "hidden_size n_embd d_model word_embed_proj_dim embedding_size lru_width"),
         (96, "intermediate_size ffn_dim ffn_hidden_size n_inner"),
         (97, "vocab_size"),
-        (300, "vocab_size_per_layer_input"),
+        (300, "vocab_size_per_layer_input encoder_hash_byte_group_vocab"),
         (512, "max_position_embeddings n_positions n_ctx max_seq_len"),
     )
     for name in names.split()
