@@ -1,4 +1,4 @@
-"""Kernels of KLT's tokens: a launch encodes keys or values, and a launch decodes them."""
+"""Kernels of KLT's tokens: two launches encode keys or values, and a launch decodes them."""
 
 from __future__ import annotations
 
