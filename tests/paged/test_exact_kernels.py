@@ -159,6 +159,20 @@ def test_codes_are_put_into_pages_as_in_the_reference() -> None:
                     assert torch.equal(stored, new.tensors()[name][0, :, i * entries : (i + 1) * entries])
 
 
+def test_codes_of_other_groups_are_not_put_into_pages() -> None:
+    codec = make_codec("fp8", 4, 2, 64)[1].key
+    fields, pages = (
+        PageFields(codec, torch.float32, DEVICE, 64),
+        torch.zeros(2, 2**14, dtype=torch.uint8, device=DEVICE),
+    )
+    page = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    for count, match in ((4, "for 3 groups"), (2, "for 3 groups")):
+        for module in MODULES:
+            with pytest.raises(ValueError, match=match):
+                module.put(pages, page, page, (fields, codec.encode(random(1, 2, count, 64), None)))
+    assert not pages.any()
+
+
 @pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
 def test_groups_are_gathered_as_in_the_reference(kv_heads: int, width: int) -> None:
     """Of new keys, which are not contiguous, and of recent ones, in the dtype of these."""

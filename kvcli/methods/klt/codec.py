@@ -224,7 +224,8 @@ class _KLT(Codec[KLTCodes, None]):
             bits, fields = self._searched(y / _divisor(stored) + tables.levels.unsqueeze(1) / 2)
         else:
             stored = self.best_gain(y, stored)
-            bits, fields = None, self._nearest(y, _divisor(stored)).int()
+            scaled = y / _divisor(stored) + tables.levels.unsqueeze(1) / 2
+            bits, fields = None, scaled.round_().clamp_min_(0).minimum(tables.levels.unsqueeze(1)).int()
         fields <<= tables.bit.unsqueeze(1)
         # fields of a byte share no bit, so the sum joins them
         packed = fields.new_zeros(x.shape[0], x.shape[2], sum(self.num_bytes))
@@ -237,18 +238,20 @@ class _KLT(Codec[KLTCodes, None]):
         """Of gains around `stored`, as they are stored, float32 [batch, num_kv_heads, time, 1], that with the least
         squared error of y [batch, num_kv_heads, time, head_dim]; the first of several.
         """
-        half, best, least = self.tables.levels.unsqueeze(1) / 2, stored, torch.full_like(stored, math.inf)
+        levels = self.tables.levels.unsqueeze(1)
+        y, best, least = y * levels.sign(), stored, torch.full_like(stored, math.inf)
+        scaled, nearest = (
+            torch.empty_like(y),
+            torch.empty_like(y),
+        )  # new memory for each gain takes longer than the rest
         for more in TRIED_GAINS:
             tried = (stored + more).clamp(1, 255).where(stored > 0, 0)
             gain = _divisor(tried)
-            error = (y - gain * (self._nearest(y, gain) - half)).square_().sum(-1, keepdim=True)
-            best, least = tried.where(error < least, best), error.minimum(least)
+            torch.addcmul(levels / 2, y, 1 / gain, out=scaled)
+            torch.round(scaled, out=nearest).clamp_(torch.zeros_like(levels), levels).sub_(scaled)
+            left = nearest.norm(dim=-1, keepdim=True) * gain
+            best, least = tried.where(left < least, best), least.minimum(left)
         return best
-
-    def _nearest(self, y: Tensor, gain: Tensor) -> Tensor:
-        """The nearest level of each channel, float32 shaped like y, whatever others are."""
-        levels = self.tables.levels.unsqueeze(1)
-        return (y / gain + levels / 2).round_().clamp_min_(0).minimum(levels)
 
     def _searched(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Bits of the trellis in their places, and fields of y [batch, num_kv_heads, time, head_dim]: int32."""

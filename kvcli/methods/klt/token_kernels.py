@@ -95,7 +95,7 @@ def _encode_kernel(
     D: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, TRELLIS: tl.constexpr,
     NOTE: tl.constexpr,
 ):  # fmt: skip
-    """Codes and gains of y of `_analyse_kernel`, which is used up; grid (blocks, heads).
+    """Codes and gains of y of `_analyse_kernel`, which a trellis overwrites; grid (blocks, heads).
 
     weights float32 [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain
     uint8 [batch, heads, length, 1], strides p_* and g_*, are written. If TRELLIS, codes int16 shaped like y are, too.
@@ -176,7 +176,7 @@ def _decode_kernel(
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """out = mean + gain B (c - l / 2), [batch, heads, length, D] float, written; the rest as in `_encode_kernel`.
+    """out = mean + gain B (c - l / 2), [batch, heads, length, D] float, written; the rest as in the kernels above.
 
     basis float32 [heads, D, D], B. FP32_DOT: products in the precision of float32, else of tf32.
     """
@@ -221,7 +221,7 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
 
 
 def _encode_tile(head_dim: int, trellis: bool, most: int) -> dict[str, int]:
-    """The tile of what is transformed, of at most so many tokens."""
+    """The tile of `_encode_kernel`, of at most so many tokens; tuned on one H200."""
     return {"BLOCK_T": min(32, most), "num_warps": 1, "num_stages": 1} if trellis and head_dim <= 128 else _WIDE_TILE
 
 

@@ -19,7 +19,7 @@ from kvcli.methods.packing import planes_size
 _TILE = 4096
 """Elements per program, about; tuned on one H200, torch 2.11, triton 3.6."""
 _PROGRAMS = 64
-"""Programs of a step, at least, if it has as many tokens and heads."""
+"""Programs of a step, at most, and half as many at least, if there are as many tokens and heads."""
 
 
 @triton.jit
