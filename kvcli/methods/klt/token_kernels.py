@@ -220,11 +220,6 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
     return _TILES.on(device) if head_dim <= 128 else {**_WIDE_TILE, "num_warps": 4 if head_dim <= 256 else 8}
 
 
-def _encode_tile(head_dim: int, trellis: bool, most: int) -> dict[str, int]:
-    """The tile of `_encode_kernel`, of at most so many tokens; tuned on one H200."""
-    return {"BLOCK_T": min(32, most), "num_warps": 1, "num_stages": 1} if trellis and head_dim <= 128 else _WIDE_TILE
-
-
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
     trellis: bool, peak: Tensor | None = None,
@@ -233,7 +228,7 @@ def encode_tokens(
     x = row_major(x)
     batch, heads, length, head_dim = x.shape
     width, tile = head_dim // BANDS, _tile(head_dim, x.device)
-    encoded = _encode_tile(head_dim, trellis, tile["BLOCK_T"])
+    encoded = tile if trellis else _WIDE_TILE
     blocks, most = cdiv(batch * length, tile["BLOCK_T"]), cdiv(_PROGRAMS, heads)
     y = torch.empty(heads, min(blocks, most) * tile["BLOCK_T"], head_dim, device=x.device)
     codes = torch.empty(y.shape, dtype=torch.int16, device=x.device) if trellis else y  # else not used
