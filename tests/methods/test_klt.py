@@ -258,6 +258,17 @@ def test_the_gain_with_the_least_error_is_taken(octaves: float) -> None:
     assert (taken <= least * (1 + 1e-5)).all()
 
 
+def test_channels_without_a_code_do_not_choose_the_gain() -> None:
+    """However large they are."""
+    codec, _ = value_codec(matrices(64), 1)
+    x = normal(matrices(64), 300)[None]
+    y, size = codec.analyse(x)
+    uncoded = (codec.tables.levels == 0).unsqueeze(1)
+    assert uncoded.any()
+    middle = (128 + 16 * size.log2()).round()
+    assert torch.equal(codec.best_gain(y.masked_fill(uncoded, 1e5), middle), codec.best_gain(y, middle))
+
+
 def _padded(fields: Fields) -> list[int]:
     return [*fields, *[0] * (BANDS - len(fields))]
 
