@@ -17,7 +17,7 @@ _PROGRAMS = 528
 @triton.jit(do_not_specialize=["length"])
 def _offset_scores_kernel(
     query, offset, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores,
-    q_batch, q_head, q_time, t_batch, s_batch, s_head, s_row, num_kv_heads, query_len, length, scaling,
+    q_batch, q_head, q_time, o_batch, t_batch, s_batch, s_head, s_row, num_kv_heads, query_len, length, scaling,
     HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,7 @@ def _offset_scores_kernel(
 
     Args:
         query: [batch, num_kv_heads * HEADS, query_len, D] any float, rotated, strides q_*.
-        offset: float32 [num_kv_heads, D], b.
+        offset: float32 [batch or 1, num_kv_heads, D], b, stride o_batch.
         tile_cos, tile_sin: float32 [batch or 1, tiles, ROTARY / 2], rotation of each tile's first position.
         offset_cos, offset_sin: float32 [TILE, ROTARY / 2], rotation by 0 to TILE - 1 positions.
         lengths: int32 [batch], tokens of each sequence, if HAS_LENGTHS.
@@ -49,6 +49,7 @@ def _offset_scores_kernel(
     # [P, M]
     b_x = tl.load(p_query + o_p[:, None], mask=m_q, other=0.0).to(tl.float32)
     b_y = tl.load(p_query + PAIRS + o_p[:, None], mask=m_q, other=0.0).to(tl.float32)
+    offset += i_b * o_batch
     b_re = tl.load(offset + i_h * D + o_p, mask=m_p, other=0.0)
     b_im = tl.load(offset + i_h * D + PAIRS + o_p, mask=m_p, other=0.0)
     p_token = t[:, None] * PAIRS + o_p[None, :]
@@ -88,7 +89,7 @@ def offset_scores(
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        offset: b, float32 [1, num_kv_heads, 1, head_dim].
+        offset: b, float32 [1 or batch, num_kv_heads, 1, head_dim].
         scores: float32 [batch, num_kv_heads, rows, >= length], rows = query heads per kv head * query_len.
         lengths: tokens of each sequence, int32 [batch], after which scores have any value; None: all.
 
@@ -100,13 +101,15 @@ def offset_scores(
     tiles, offsets = rotations.tiles(_TILE), rotations.offsets(_TILE)
     rotary_dim, query = 2 * tiles.cos.shape[-1], row_major(query)
     rest = head_dim - rotary_dim
+    o_batch = kv_heads * head_dim if len(offset) > 1 else 0
     block_m = 8 if rows <= 8 else 16
     blocks = kv_heads * cdiv(rows, block_m)
     programs = min(cdiv(length, _TILE), max(1, _PROGRAMS // (batch * blocks)))
     _offset_scores_kernel[(programs, batch, blocks)](
         query, offset.contiguous(), tiles.cos, tiles.sin, offsets.cos, offsets.sin,
         scores if lengths is None else lengths, scores,
-        *query.stride()[:3], tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, *scores.stride()[:3],
+        *query.stride()[:3], o_batch, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
+        *scores.stride()[:3],
         kv_heads, query_len, length, scaling,
         HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=_TILE, BLOCK_M=block_m,
         BLOCK_P=max(16, power_of_two(rotary_dim // 2)), BLOCK_REST=power_of_two(rest) if rest else 0,

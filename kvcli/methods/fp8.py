@@ -35,7 +35,9 @@ class FP8Codes(Codes):
     scale: Tensor
 
 
-class _FP8(KeyCodec[FP8Codes, None], ValueCodec[FP8Codes]):
+class FP8(KeyCodec[FP8Codes, None], ValueCodec[FP8Codes]):
+    """x_hat = scale / 256 * x8, with the scale that makes a token's largest magnitude in a head 448."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -60,8 +62,9 @@ METHOD = Method(
     summary="8-bit floats (e4m3), a scale per token and head",
     bits="8",
     config_cls=BiasOffsetConfig,
-    build=lambda spec, config, layer_idx: LayerCodec(_FP8(spec), _FP8(spec)),
+    build=lambda spec, config, layer_idx: LayerCodec(FP8(spec), FP8(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),
     paper_settings={"fp8": {"sink_length": 0, "residual_length": 0}},
+    attend_kernels="kvcli.methods.token_attend_kernels",
     example_settings={"residual_length": 6, "flush_block": 1},
 )

@@ -42,6 +42,7 @@ RTN = Method(
     build=lambda spec, config, layer_idx: LayerCodec(
         PerTokenKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
     ),
+    attend_kernels="kvcli.methods.token_attend_kernels",
     paper_settings={"rtn-2": {"sink_length": 0, "residual_length": 32}},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
 )

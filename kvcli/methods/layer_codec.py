@@ -77,7 +77,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         """Whether encoding and decoding keys takes the RoPE of their positions."""
         return self.key.space != "post_rope" or self.sequence_offset or self.offset is not None
 
-    def _offset_of(self, state: Any) -> Tensor | None:
+    def offset_of(self, state: Any) -> Tensor | None:
         """The constant [1 or batch, num_kv_heads, 1, head_dim] of sequences with this state."""
         return state.mean if isinstance(state, OffsetState) else self.offset
 
@@ -110,7 +110,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
         Keys are after RoPE, [batch, num_kv_heads, time, head_dim]; `rotation` is RoPE of their positions, float32.
         """
-        offset = self._offset_of(state)
+        offset = self.offset_of(state)
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if offset is None else before - offset
@@ -124,14 +124,14 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
         `rotation` is RoPE of the tokens' positions, float32, if `needs_rotations`.
         """
-        key, offset = self.key, self._offset_of(state)
+        key, offset = self.key, self.offset_of(state)
         if rotation is None or (offset is None and key.space == "post_rope"):
             return key.decode_to(codes, state, dtype)
         return key.decode_rotated(codes, state, rotation, offset, dtype)
 
     def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
         """`KeyCodec.scores`, offset included; `rotation` is RoPE of the tokens, float32, if `needs_rotations`."""
-        key, offset = self.key, self._offset_of(state)
+        key, offset = self.key, self.offset_of(state)
         scores = key.scores(query, codes, state, None if key.space == "post_rope" else rotation)
         if offset is None or rotation is None:
             return scores

@@ -51,7 +51,7 @@ _CLIP_TOKENS = 2048
 _CLIP_SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
 
 
-class _OSCAR(PerTokenCodec, KeyCodec[ScalarCodes, None], ValueCodec[ScalarCodes]):
+class OSCAR(PerTokenCodec, KeyCodec[ScalarCodes, None], ValueCodec[ScalarCodes]):
     """Quantizes clip(x R, t) per token in groups of channels, t the `kept`-th smallest of the group's magnitudes.
 
     Buffers:
@@ -126,7 +126,7 @@ def oscar_rotation(covariance: Tensor) -> Tensor:
 
 
 def _fit(
-    codec: LayerCodec[_OSCAR, _OSCAR],
+    codec: LayerCodec[OSCAR, OSCAR],
     train: LayerSamples,
     heldout: LayerSamples,
     config: OSCARConfig,
@@ -177,7 +177,7 @@ def without_bias(samples: LayerSamples, config: BiasOffsetConfig) -> LayerSample
     return LayerSamples(samples.q, keys, samples.values, samples.positions, samples.query_rotation, samples.key_bias)
 
 
-def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
+def fit_clipping(codec: OSCAR, x: Tensor, weight: Tensor) -> None:
     """Sets `kept` of each head to that of `_CLIP_SHARES` with the least error of x [num_kv_heads, tokens, head_dim].
 
     The covariances `weight`, float32 [num_kv_heads, head_dim, head_dim], are the metric of errors.
@@ -248,10 +248,11 @@ METHOD = Method(
     arxiv="2605.17757",
     config_cls=OSCARConfig,
     build=lambda spec, config, layer_idx: LayerCodec(
-        _OSCAR(spec, config.k_bits, config.group_size, config.k_clip),
-        _OSCAR(spec, config.v_bits, config.group_size, config.v_clip),
+        OSCAR(spec, config.k_bits, config.group_size, config.k_clip),
+        OSCAR(spec, config.v_bits, config.group_size, config.v_clip),
     ),
     paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
+    attend_kernels="kvcli.methods.token_attend_kernels",
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},

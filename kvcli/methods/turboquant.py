@@ -179,5 +179,6 @@ METHOD = Method(
     config_cls=TurboQuantConfig,
     build=_build,
     paper_settings={f"turboquant-{bits}": {"sink_length": 0, "residual_length": 0} for bits in (4, 3, 2)},
+    attend_kernels="kvcli.methods.token_attend_kernels",
     example_settings={"residual_length": 6, "flush_block": 1},
 )

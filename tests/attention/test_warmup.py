@@ -28,7 +28,7 @@ from kvcli.seam.versions import with_cache
     [
         ("kivi-2 128 8 2 1 bfloat16", "commvq-2 128 32 8 1 bfloat16", "rtn-4 112 7 1 1 float32"),
         ("squat-pre-2 64 9 3 3 float32", "qjl 64 4 4 17 float16"),
-        ("rtn-4 64 16 0 1 bfloat16", "fp16 32 40 0 3 bfloat16", "turboquant-3 64 4 0 2 float32"),
+        ("kvarn-4 64 16 0 1 bfloat16", "fp16 32 40 0 3 bfloat16", "kvarn-2 64 4 0 2 float32"),
         ("turboquant-3 256 3 3 2 bfloat16", "fp16 128 8 2 3 bfloat16", "kvarn-2 64 12 2 2 float32"),
     ],
 )

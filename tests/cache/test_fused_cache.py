@@ -102,7 +102,7 @@ def test_tables_that_kernels_derive_are_counted(wide_artifact: Any) -> None:
     assert sizes["fused"] > sizes["reference"]
 
 
-@pytest.mark.parametrize("method", ["fp16", "fp8", "rtn-2"])
+@pytest.mark.parametrize("method", ["fp16", "kvarn"])
 def test_methods_without_attention_kernels_say_so(method: str) -> None:
     with kvcli.attach(make_model("llama", **WIDE).to(DEVICE), method, impl="fused") as session:
         assert "no attention kernel" in str(session.backend.note)

@@ -49,6 +49,17 @@ CASES = [
     ("klt-tcq-4", 2, 2, 96, 1, 64, 1, None, {}),
     ("klt-tcq-2", 2, 1, 256, 1, 40, 1, None, {}),
     ("klt-tcq-2", 2, 1, 32, 1, 40, 1, None, {}),
+    ("rtn-4", 4, 2, 64, 1, 300, 1, None, {}),
+    ("rtn-2", 5, 1, 128, 3, 70, 4, [0, 70, 64], {}),  # more rows than a program takes
+    ("rtn-1", 8, 2, 80, 2, 65, 2, [65, 3], {"group_size": 16}),
+    ("rtn-8", 2, 2, 96, 1, 64, 1, None, {"group_size": 32}),
+    ("oscar-2", 4, 2, 64, 2, 517, 1, [517, 300], {}),
+    ("fp8", 4, 2, 64, 2, 517, 3, [517, 300], {}),
+    ("fp8", 3, 1, 80, 1, 40, 1, None, {}),
+    ("turboquant-3", 4, 2, 64, 2, 517, 1, [517, 300], {}),  # indices in two bytes
+    ("turboquant-2", 8, 2, 80, 2, 65, 2, [65, 3], {}),
+    ("turboquant-4", 5, 1, 128, 3, 70, 4, [0, 70, 64], {"v_bits": 1}),
+    ("turboquant-3", 2, 1, 256, 1, 40, 1, None, {}),
     ("commvq-1", 4, 1, 128, 1, 65, 1, None, {}),
     ("commvq-2", 6, 2, 64, 2, 63, 2, [63, 20], {}),
     ("commvq-1", 3, 3, 64, 1, 1, 1, None, {}),
@@ -86,7 +97,14 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("kivi-2", [544, 320]), ("qjl", [517, 300]), ("klt-3", [517, 300]), ("commvq-2", [517, 300])]
+    ("name", "lengths"),
+    [
+        ("kivi-2", [544, 320]),
+        ("qjl", [517, 300]),
+        ("klt-3", [517, 300]),
+        ("commvq-2", [517, 300]),
+        ("rtn-4", [517, 300]),
+    ],
 )
 def test_what_no_kernel_wrote_is_not_multiplied(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter tells of it, if it is an infinity; a sequence of few tokens has splits without one."""

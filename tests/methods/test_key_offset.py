@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.commvq.offset import choose_offset
-from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, OffsetState
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method, make_config
 from kvcli.rope import Rope, Rotation, TokenRotations, unrotate
@@ -68,6 +69,7 @@ def test_an_offset_is_taken_off_and_added_exactly(name: str) -> None:
         *[("commvq-1", {}, *case) for case in ((1, 1, None), (131, 3, [131, 64]), (200, 1, None))],
         *[("qjl", {}, *case) for case in ((1, 1, None), (131, 3, [131, 64]), (200, 1, None))],
         ("commvq-1", {"value_groups": 2}, 33, 2, [33, 20]),
+        *[("turboquant-3", {}, *case) for case in ((1, 1, None), (131, 3, [131, 64]), (200, 1, None))],
     ],
 )
 def test_kernels_add_the_offset(
@@ -90,6 +92,23 @@ def test_kernels_add_the_offset(
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_add_the_mean_of_each_sequence(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from kvcli.methods.token_attend_kernels import fused_attend
+
+    _, codec = make_codec("rtn-4", 4, 2, 64)
+    codec.sequence_offset = True
+    part = make_part(codec, 4, 2, 131, [131, 64])
+    mean = torch.randn(2, 2, 1, 64, device=DEVICE)
+    part = replace(part, key_state=OffsetState(mean, torch.ones(2, device=DEVICE)))
+    query = torch.randn(2, 4, 1, 64, device=DEVICE).to(dtype)
+    assert_same(
+        fused_attend(codec, query, part, 0.125), reference.attend_codes(codec, query.float(), part, 0.125), dtype
+    )
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(("rotary_dim", "scaling"), [(32, 1.0), (64, 1.3), (48, 0.7)])
 def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, scaling: float) -> None:
     pytest.importorskip("triton")
@@ -106,6 +125,9 @@ def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, s
     expected = 0.5 * query.unflatten(1, (2, 3)).flatten(2, 3) @ keys.transpose(-1, -2)
     assert torch.allclose(scores[..., :140], expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()) / 10)
     assert not scores[..., 140:].any()
+    of_rows = torch.zeros_like(scores)
+    offset_scores(query, torch.cat((offset, -offset)), rotations, of_rows, 0.5)
+    assert torch.equal(of_rows, torch.cat((scores[:1], -scores[1:])))
     ragged, lengths = torch.zeros_like(scores), torch.tensor([70, 9], dtype=torch.int32, device=DEVICE)
     offset_scores(query, offset, rotations, ragged, 0.5, lengths)
     for row, last in enumerate(lengths.tolist()):

@@ -16,6 +16,7 @@ from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.attention.reference import partial_attention
 from kvcli.errors import UsageError
 from kvcli.kernels import splits
+from kvcli.methods import token_attend_kernels
 from kvcli.methods.base import Codes
 from kvcli.methods.commvq import value_kernels as commvq_values
 from kvcli.methods.layer_codec import EncodedTokens
@@ -45,6 +46,11 @@ CASES = [
     ("qjl", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
     ("qjl", 4, 1, 128, 2, 64, [150], FLOAT, {}),
     ("qjl", 2, 2, 64, 1, 256, [300, 1, 256], HALF, {"num_outliers": 0}),
+    ("rtn-4", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
+    ("rtn-2", 4, 1, 128, 2, 32, [100], FLOAT, {}),
+    ("oscar-2", 8, 2, 64, 1, 64, [130, 64, 1], HALF, {}),
+    ("fp8", 4, 2, 64, 1, 256, [300], HALF, {}),
+    ("turboquant-3", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
     ("commvq-1", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
     ("commvq-1", 4, 1, 128, 2, 32, [100], FLOAT, {"pairs_per_group": 64}),
     ("commvq-2", 2, 2, 64, 1, 64, [130, 64, 1], HALF, {"pairs_per_group": 16, "key_norm": "per_head"}),
@@ -100,6 +106,7 @@ def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch
     if len(case[6]) > 1:
         monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", 0)
         monkeypatch.setattr(commvq_values, "_PER_SM", 0)
+        monkeypatch.setattr(token_attend_kernels, "_PROGRAMS_PER_SM", 0)
     kernels, codec, rows, paged = parts_of(case)
     query = torch.randn(len(case[6]), case[1], case[4], case[3], device=DEVICE).to(case[7])
     expected = kernels.fused_attend(codec, query, rows, 0.125)
@@ -108,12 +115,14 @@ def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["klt-2", "klt-tcq-2", "kivi-2", "squat-pre-2", "qjl", "commvq-1"])
+@pytest.mark.parametrize(
+    "name", ["klt-2", "klt-tcq-2", "kivi-2", "squat-pre-2", "qjl", "commvq-1", "rtn-2", "fp8", "turboquant-3"]
+)
 def test_rows_shorter_than_the_table_are_divided_into_as_many_splits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three splits of up to 256 tokens, and of fewer where a row has fewer, but of whole tiles."""
-    for module in (splits, commvq_values):
+    for module in (splits, commvq_values, token_attend_kernels):
         monkeypatch.setattr(module, "tokens_per_split", lambda *_: 256)
     seen: list[Tensor] = []
     merge = splits.merge_splits
@@ -123,7 +132,7 @@ def test_rows_shorter_than_the_table_are_divided_into_as_many_splits(
         merge(out, lse, *rest)
 
     kernels, codec, rows, paged = parts_of((name, 2, 1, 64, 1, 256, [544, 288, 0], HALF, {}))
-    for module in ("scalar.value_kernels", "klt.value_kernels", "commvq.value_kernels"):
+    for module in ("scalar.value_kernels", "klt.value_kernels", "commvq.value_kernels", "token_attend_kernels"):
         monkeypatch.setattr(import_module(f"kvcli.methods.{module}"), "merge_splits", spy)
     query = torch.randn(3, 2, 1, 64, device=DEVICE).half()
     expected, ours = (kernels.fused_attend(codec, query, part, 0.125) for part in (rows, paged))

@@ -47,6 +47,9 @@ def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: 
     if method.name.startswith("klt"):  # what is not fitted decodes to 0
         for part in (codec.key, codec.value):
             part.randomize_(torch.Generator(DEVICE).manual_seed(0))
+    if method.name == "oscar":
+        for part in (codec.key, codec.value):
+            part.rotation.copy_(torch.linalg.qr(torch.randn(part.rotation.shape))[0])
     return method, codec
 
 
