@@ -179,36 +179,31 @@ def select(key: Tensor, value: Tensor, stored: Tensor | None, is_blank: Tensor |
 
 
 @triton.jit(do_not_specialize=["count"])
-def _put_kernel(
-    pages, rows, page, place, page_bytes, count,
-    STARTS: tl.constexpr, HEADS: tl.constexpr, HEAD_BYTES: tl.constexpr, SIZES: tl.constexpr, FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _put_kernel(pages, rows, places, page, group, page_bytes, count, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Copies the bytes of a group's field, for each of its heads, into a page. Grid (count, FIELDS).
 
-    rows: of each field uint8 [HEADS, count, SIZES]; it begins at byte STARTS of a page, and its heads are HEAD_BYTES
-    apart. page and place: int64 [count].
+    rows and places: of each `Field`. page and group: int64 [count], where it goes.
     """
     i = tl.program_id(0).to(tl.int64)
-    p_page, at = pages + tl.load(page + i) * page_bytes, tl.load(place + i)
+    pages += tl.load(page + i) * page_bytes
+    at = tl.load(group + i)
     for f in tl.static_range(FIELDS):
         if tl.program_id(1) == f:
-            for start in range(0, HEADS[f] * SIZES[f], BLOCK):
-                o = start + tl.arange(0, BLOCK)
-                m, head, byte = o < HEADS[f] * SIZES[f], o // SIZES[f], o % SIZES[f]
-                b_x = tl.load(rows[f] + (head * count + i) * SIZES[f] + byte, mask=m)
-                tl.store(p_page + STARTS[f] + head * HEAD_BYTES[f] + at * SIZES[f] + byte, b_x, mask=m)
+            start, heads = tl.load(places[f]), tl.load(places[f] + 1)
+            head_bytes, size = tl.load(places[f] + 2), tl.load(places[f] + 3)
+            for first in range(0, heads * size, BLOCK):
+                o = first + tl.arange(0, BLOCK)
+                m, head, byte = o < heads * size, o // size, o % size
+                b_x = tl.load(rows[f] + (head * count + i) * size + byte, mask=m)
+                tl.store(pages + start + head * head_bytes + at * size + byte, b_x, mask=m)
 
 
 def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Codes]) -> None:
     """As that of `paged_reference`."""
-    fields = [field for layout, new in codes for field in layout.bytes_of(new, len(page))]
-    rows, starts, head_bytes = zip(*fields, strict=True)
-    heads, sizes = (tuple(x.shape[axis] for x in rows) for axis in (0, 2))
-    most = max(count * size for count, size in zip(heads, sizes, strict=True))
+    fields = [field for layout, new in codes for field in layout.fields_of(new, len(page))]
     _put_kernel[(len(page), len(fields))](
-        pages, rows, page, place, pages.stride(0), len(page), STARTS=starts, HEADS=heads, HEAD_BYTES=head_bytes,
-        SIZES=sizes, FIELDS=len(fields), BLOCK=min(_BLOCK, power_of_two(most)), num_warps=4,
+        pages, tuple(field.rows for field in fields), tuple(field.place for field in fields), page, place,
+        pages.stride(0), len(page), FIELDS=len(fields), BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,23 @@ from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.pages import ALIGNMENT
 from kvcli.rope import Rotation, Unrotate
+
+
+@dataclass(frozen=True)
+class Field:
+    """Codes of groups that go into pages.
+
+    Attributes:
+        rows: uint8 [heads, groups, bytes of a group], contiguous.
+        start: byte of a page where the field begins.
+        head_bytes: how many bytes each head has in a page.
+        place: start, heads, head_bytes and bytes of a group, int32 [4], on the device.
+    """
+
+    rows: Tensor
+    start: int
+    head_bytes: int
+    place: Tensor
 
 
 class PageFields:
@@ -41,6 +59,11 @@ class PageFields:
         for name, x in example.tensors().items():
             self._fields[name] = self.stop, x.dtype, (x.shape[1], self._groups * x.shape[2], x.shape[3])
             self.stop += -(-x.nbytes * self._groups // ALIGNMENT) * ALIGNMENT
+        self._places = dict[str, Tensor]()
+        for name, (first, kind, (heads, entries, width)) in self._fields.items():
+            size = entries // self._groups * width * kind.itemsize
+            place = [first, heads, self._groups * size, size]
+            self._places[name] = torch.tensor(place, dtype=torch.int32, device=device)
 
     def view(self, pages: Tensor) -> Codes:
         """Codes [pages, heads, entries, width] as views of pages uint8 [pages, at least `stop`]."""
@@ -50,19 +73,16 @@ class PageFields:
             views[name] = pages[:, start:stop].view(dtype).unflatten(1, shape)
         return self._make(**views)
 
-    def bytes_of(self, codes: Codes, groups: int) -> Iterator[tuple[Tensor, int, int]]:
-        """Fields of the codes of so many groups: uint8 [heads, groups, bytes of a group], the byte of a page where the
-        field begins, and how many bytes each of its heads has there.
-
-        ValueError: the codes are not those of so many groups.
-        """
+    def fields_of(self, codes: Codes, groups: int) -> Iterator[Field]:
+        """The fields of the codes of so many groups; ValueError: they are others than those of the pages."""
         for name, x in codes.tensors().items():
             start, dtype, (heads, entries, width) = self._fields[name]
             size = entries // self._groups * width * dtype.itemsize
             if x.dtype != dtype or x.nbytes != heads * groups * size:
                 raise ValueError(f"{name}: {x.dtype} {[*x.shape]} for {groups} groups of {size} bytes of {heads} heads")
             if size:
-                yield x.contiguous().view(torch.uint8).view(heads, groups, size), start, self._groups * size
+                rows = x.contiguous().view(torch.uint8).view(heads, groups, size)
+                yield Field(rows, start, entries * width * dtype.itemsize, self._places[name])
 
 
 class LayerEncoder:

@@ -80,10 +80,10 @@ def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Co
         codes: each field [1, heads, entries of n groups, width].
     """
     for fields, new in codes:
-        for rows, start, head_bytes in fields.bytes_of(new, len(page)):
-            heads, _, size = rows.shape
-            stored = pages[:, start : start + heads * head_bytes].unflatten(1, (heads, -1, size))
-            stored[page, :, place] = rows.transpose(0, 1)
+        for field in fields.fields_of(new, len(page)):
+            heads, _, size = field.rows.shape
+            stored = pages[:, field.start : field.start + heads * field.head_bytes].unflatten(1, (heads, -1, size))
+            stored[page, :, place] = field.rows.transpose(0, 1)
 
 
 def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:

@@ -208,8 +208,9 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     group = torch.ones(32, dtype=torch.bool), torch.zeros(32, dtype=torch.int64)
     paged_kernels.gather(key, stored.flatten(0, 1), *group)
     paged_kernels.select(key, key, torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.bool))
-    fields = [(torch.empty(heads, 3, size, dtype=torch.uint8), size, 64 * size) for heads, size in ((1, 272), (8, 1))]
-    layout, pages = SimpleNamespace(bytes_of=lambda *codes: fields), torch.empty(2, 20480, dtype=torch.uint8)
+    rows = (torch.empty(heads, 3, size, dtype=torch.uint8) for heads, size in ((1, 272), (8, 1)))
+    fields = [SimpleNamespace(rows=x, place=torch.zeros(4, dtype=torch.int32)) for x in rows]
+    layout, pages = SimpleNamespace(fields_of=lambda *codes: fields), torch.empty(2, 20480, dtype=torch.uint8)
     paged_kernels.put(pages, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), (layout, None))
 
 
