@@ -17,11 +17,11 @@ from kvcli.errors import UsageError
 from kvcli.kernels.launch import TINY
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt import trellis
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, SCALAR, TRIED_GAINS, UNIT_GAIN, Code, Fields
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_MORE, SCALAR, TRIED_GAINS, UNIT_GAIN, Code, Fields
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
 
-_LARGEST_GAIN = 2.0 ** ((255 - UNIT_GAIN) / GAINS_PER_OCTAVE)
+_LARGEST_RMS = 2.0 ** ((255 - MOST_MORE - UNIT_GAIN) / GAINS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,8 @@ class Tables:
 class _KLT(Codec[KLTCodes, None]):
     """x_hat = mean + B (g (c - l / 2)): levels c from 0 to l, gain g of the token, basis B of the head.
 
-    y = B^-1 (x - mean) is in units of the steps of levels; g is the root mean square of what is coded of it, in units
-    of its standard deviation in the calibration samples, times `widening`; without a trellis, of some gains around that
-    the one with the least squared error of y.
+    y = B^-1 (x - mean) is in units of the steps of levels; codes are chosen with a gain that is the root mean square of
+    what is coded of it, in units of its standard deviation in the calibration samples, times `widening`.
 
     Args:
         fields: of each kv head.
@@ -114,9 +113,13 @@ class _KLT(Codec[KLTCodes, None]):
 
     widening = 1.0
     """By how much steps are wider than those of normal variables."""
+    tries_gains = False
+    """Whether codes are chosen, and stored, with one of some gains around it: that of the least squared error of y."""
+    unbiased = False
+    """Whether g is not the gain that codes are chosen with, but for what they decode to, <y_hat, y> = <y, y>."""
 
     calibrated_range = True
-    max_magnitude = 0.99 * _LARGEST_GAIN
+    max_magnitude = 0.99 * _LARGEST_RMS
 
     def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
         super().__init__()
@@ -193,8 +196,9 @@ class _KLT(Codec[KLTCodes, None]):
 
         tables = self.tables
         encode_tokens(
-            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, self.code.trellis, peak
-        )
+            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, peak,
+            trellis=self.code.trellis, tries_gains=self.tries_gains, unbiased=self.unbiased,
+        )  # fmt: skip
 
     def encode_noted(self, x: Tensor, peak: Tensor) -> KLTCodes:
         return self._new_codes(x, peak) if self.fused else super().encode_noted(x, peak)
@@ -220,11 +224,12 @@ class _KLT(Codec[KLTCodes, None]):
         y, exact = self.analyse(x)
         stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
         tables = self.tables
-        if self.code.trellis:
-            bits, fields = self._searched(y / _divisor(stored) + tables.levels.unsqueeze(1) / 2)
-        else:
+        if self.tries_gains:
             stored = self.best_gain(y, stored)
-            scaled = y / _divisor(stored) + tables.levels.unsqueeze(1) / 2
+        scaled = y / _divisor(stored) + tables.levels.unsqueeze(1) / 2
+        if self.code.trellis:
+            bits, fields = self._searched(scaled)
+        else:
             bits, fields = None, scaled.round_().clamp_min_(0).minimum(tables.levels.unsqueeze(1)).int()
         fields <<= tables.bit.unsqueeze(1)
         # fields of a byte share no bit, so the sum joins them
@@ -232,7 +237,21 @@ class _KLT(Codec[KLTCodes, None]):
         for index, part in ((tables.byte, fields), (tables.lane, bits)):
             if part is not None:
                 packed.scatter_add_(2, index.flatten().expand(*packed.shape[:2], -1), part.transpose(1, 2).flatten(2))
-        return KLTCodes(packed.unsqueeze(1).to(torch.uint8), stored.to(torch.uint8))
+        codes = KLTCodes(packed.unsqueeze(1).to(torch.uint8), stored.to(torch.uint8))
+        return replace(codes, gain=self.unbiased_gain(y, codes)) if self.unbiased else codes
+
+    def unbiased_gain(self, y: Tensor, codes: KLTCodes) -> Tensor:
+        """The gain for which what codes decode to has the product with y that y has with itself, at most MOST_MORE from
+        theirs: uint8 [batch, num_kv_heads, time, 1], as it is stored.
+
+        A sum of many decoded values, as attention's, is then as long as that of the values.
+        """
+        product = (y * self._coded(codes)).sum(-1, keepdim=True)
+        square = (y * self.tables.levels.sign().unsqueeze(1)).square_().sum(-1, keepdim=True)
+        gain = (UNIT_GAIN + GAINS_PER_OCTAVE * (square / product).log2()).round()
+        stored = codes.gain.float()
+        gain = gain.maximum(stored - MOST_MORE).minimum(stored + MOST_MORE).clamp(1, 255)
+        return gain.where((product > 0) & (square > 0) & (stored > 0), stored).to(torch.uint8)
 
     def best_gain(self, y: Tensor, stored: Tensor) -> Tensor:
         """Of gains around `stored`, as they are stored, float32 [batch, num_kv_heads, time, 1], that with the least
@@ -348,6 +367,7 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
         super().__init__(spec, fields, code)
+        self.tries_gains = not code.trellis
         self.widening = 1.08 if code.trellis else 1.0  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
         self._query_tables: dict[torch.dtype, CachedFromBuffers[QueryTables]] = {}
 
@@ -375,6 +395,7 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
     """Values."""
 
     widening = 1.15  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
+    unbiased = True
 
     def weighted_sum(self, weights: Tensor, codes: KLTCodes) -> Tensor:
         # the basis is applied to sums of codes

@@ -24,8 +24,10 @@ MOST_BYTES = 4
 GAINS_PER_OCTAVE = 16
 UNIT_GAIN = 128
 """How a gain of 1 is stored; 0 is a gain of 0."""
-TRIED_GAINS = range(-8, 5, 2)
-"""Which gains are tried, as they are stored, less that of the root mean square."""
+MOST_MORE = 8
+"""By how much a gain differs at most, as it is stored, from that of the root mean square."""
+TRIED_GAINS = range(-MOST_MORE, 5, 2)
+"""Which gains of keys are tried, as they are stored, less that of the root mean square."""
 
 Fields = tuple[int, ...]
 """Bits of each band, most first; bands beyond have no code."""

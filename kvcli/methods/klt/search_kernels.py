@@ -54,7 +54,8 @@ def _most(fields, t, W: tl.constexpr):
 def search(p_y, p_way, fields, count, W: tl.constexpr, BLOCK_T: tl.constexpr):
     """`trellis.search` of BLOCK_T vectors: channel t is at p_y + t BLOCK_T, and its codes are written at p_way.
 
-    A code is the level within the subset, and above its 8 bits that of the trellis. p_way point to int16.
+    A code is the level within the subset, and above its 8 bits that of the trellis. p_way point to int16. Returned is
+    float32 [BLOCK_T], the sum of y times its level, both counted from the middle of the levels.
     """
     state, least = tl.zeros([BLOCK_T], tl.int32), tl.full([BLOCK_T], float("inf"), tl.float32)
     if count <= _LEAD:
@@ -88,12 +89,16 @@ def search(p_y, p_way, fields, count, W: tl.constexpr, BLOCK_T: tl.constexpr):
     for t in range(count):
         costs, ways = _channel(costs, tl.load(p_y + t * BLOCK_T), _most(fields, t, W))
         tl.store(p_way + t * BLOCK_T, ways.to(tl.int16))
+    product = tl.zeros([BLOCK_T], tl.float32)
     for i in range(count):
         t = count - 1 - i
         ways = tl.load(p_way + t * BLOCK_T).to(tl.int32)
         before = (state >> 1) | ((ways >> state) & 1) << 3
         subset = 2 * ((state ^ before ^ (before >> 3)) & 1) + ((before >> 1) & 1)
-        y = (tl.load(p_y + t * BLOCK_T) - subset.to(tl.float32)) * 0.25
-        code = rounded(y, _most(fields, t, W)).to(tl.int32) | ((state & 1) << 8)
-        tl.store(p_way + t * BLOCK_T, code.to(tl.int16))
+        y, most = tl.load(p_y + t * BLOCK_T), _most(fields, t, W)
+        level = rounded((y - subset.to(tl.float32)) * 0.25, most)
+        middle = 2.0 * most + 1.5
+        product += (y - middle) * (4.0 * level + subset.to(tl.float32) - middle)
+        tl.store(p_way + t * BLOCK_T, (level.to(tl.int32) | ((state & 1) << 8)).to(tl.int16))
         state = before
+    return product

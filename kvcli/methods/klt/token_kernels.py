@@ -11,7 +11,7 @@ from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.words import as_decoded
 from kvcli.methods.klt.field_kernels import COLUMNS, FIELDS, PER_OCTAVE, UNIT, gains, head_bytes
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, TRIED_GAINS, UNIT_GAIN
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, MOST_MORE, TRIED_GAINS, UNIT_GAIN
 from kvcli.methods.klt.search_kernels import rounded, search
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
@@ -22,8 +22,9 @@ _PROGRAMS = 1056
 """Blocks of tokens of all heads that are encoded at once; each has memory for its transformed channels."""
 
 _BANDS = tl.constexpr(BANDS)
-_NEAR = tl.constexpr(2.0 ** ((250 - UNIT_GAIN) / GAINS_PER_OCTAVE))
-"""The gain from which on one is noted."""
+_NEAR = tl.constexpr(2.0 ** ((250 - MOST_MORE - UNIT_GAIN) / GAINS_PER_OCTAVE))
+"""The root mean square from which on one is noted."""
+_MOST_MORE = tl.constexpr(MOST_MORE)
 _TRIED, _FIRST, _STEP = (tl.constexpr(x) for x in (len(TRIED_GAINS), TRIED_GAINS.start, TRIED_GAINS.step))
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
@@ -89,17 +90,28 @@ def _best_gain(b_ys, b_stored, lasts, bands, m_w):
     return b_best
 
 
+@triton.jit
+def _unbiased(b_square, b_product, b_stored):
+    """As `_KLT.unbiased_gain`, from sums of y^2 and of y times levels, and the gains that codes are chosen with."""
+    b_ratio = tl.maximum(b_square, 1e-37) / tl.maximum(b_product, 1e-37)
+    b_new = rounded(tl.log2(b_ratio) * PER_OCTAVE + UNIT, 255.0)
+    b_new = tl.minimum(tl.maximum(b_new, b_stored - _MOST_MORE), b_stored + _MOST_MORE)
+    b_new = tl.minimum(tl.maximum(b_new, 1.0), 255.0)
+    return tl.where((b_product > 0) & (b_square > 0) & (b_stored > 0), b_new, b_stored)
+
+
 @triton.jit(do_not_specialize=["first", "length", "total"], do_not_specialize_on_alignment=["packed", "gain", "peak"])
 def _encode_kernel(
     y, weights, fields, packed, gain, peak, codes, p_batch, p_time, g_batch, g_head, g_time, first, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, TRELLIS: tl.constexpr,
-    NOTE: tl.constexpr,
+    NOTE: tl.constexpr, TRY: tl.constexpr, UNBIASED: tl.constexpr,
 ):  # fmt: skip
     """Codes and gains of y of `_analyse_kernel`, which a trellis overwrites; grid (blocks, heads).
 
     weights float32 [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain
     uint8 [batch, heads, length, 1], strides p_* and g_*, are written. If TRELLIS, codes int16 shaped like y are, too.
-    NOTE: peak, float32 [], grows to the largest root mean square if that is near the largest gain that is stored.
+    NOTE: peak, float32 [], grows to the largest root mean square if that is near the largest gain that is stored. TRY:
+    as `_KLT.tries_gains`; UNBIASED: as `_KLT.unbiased`.
     """
     block, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_w, o_t = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
@@ -122,10 +134,9 @@ def _encode_kernel(
         largest = tl.max(tl.where(m_n, b_square, 0.0), 0)
         tl.atomic_max(peak, tl.sqrt(largest), mask=largest > _NEAR * _NEAR)
     b_stored = rounded(tl.log2(tl.maximum(b_square, 1e-37)) * (0.5 * PER_OCTAVE) + UNIT, 255.0)
-    if not TRELLIS:
+    if TRY:
         b_stored = _best_gain(b_ys, b_stored, lasts, coded, m_w)
     b_gain = _divisor(b_stored)
-    tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
     if TRELLIS:  # searched channel by channel, so that tokens are neighbours in memory
         tl.debug_barrier()
         for f in tl.static_range(_BANDS):
@@ -133,9 +144,10 @@ def _encode_kernel(
             p_y = y + (f * W + o_w)[None, :] * BLOCK_T + o_t[:, None]
             tl.store(p_y, tl.minimum(tl.maximum(b_y, -1e4), 1e4), mask=m_w[None, :])
         tl.debug_barrier()
-        search(y + o_t, codes + own + o_t, fields, coded * W, W, BLOCK_T)
+        b_product = b_gain * search(y + o_t, codes + own + o_t, fields, coded * W, W, BLOCK_T)
         tl.debug_barrier()
     b_bytes, b_bits = (), tl.zeros([BLOCK_T, BLOCK_W], tl.int32)
+    b_square, b_products = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
     for i in tl.static_range(_MOST_BYTES):
         b_bytes = b_bytes + (tl.zeros([BLOCK_T, BLOCK_W], tl.int32),)
     for f in tl.static_range(_BANDS):
@@ -145,7 +157,10 @@ def _encode_kernel(
             b_bits |= (b_code >> 8) << f
             b_code &= 255
         else:
-            b_code = rounded(b_ys[f] / b_gain[:, None] + lasts[f] * 0.5, lasts[f]).to(tl.int32)
+            b_level = rounded(b_ys[f] / b_gain[:, None] + lasts[f] * 0.5, lasts[f])
+            b_code = b_level.to(tl.int32)
+            b_products += tl.where(f < coded, b_ys[f] * (b_level - lasts[f] * 0.5), 0.0)
+        b_square += tl.where(f < coded, b_ys[f] * b_ys[f], 0.0)
         b_code = b_code << tl.load(fields + COLUMNS * f + 1)
         place = tl.load(fields + COLUMNS * f)
         b_new = ()
@@ -157,6 +172,11 @@ def _encode_kernel(
     for i in tl.static_range(_MOST_BYTES):
         b_byte = (b_bytes[i] | b_bits if i == 0 else b_bytes[i]).to(tl.uint8)
         tl.store(p_byte + i * W, b_byte, mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
+    if UNBIASED:
+        if not TRELLIS:
+            b_product = tl.sum(b_products, axis=1)
+        b_stored = _unbiased(tl.sum(b_square, axis=1), b_product, b_stored)
+    tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
 
 
 @triton.jit
@@ -222,9 +242,11 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
 
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
-    trellis: bool, peak: Tensor | None = None,
+    peak: Tensor | None, *, trellis: bool, tries_gains: bool, unbiased: bool,
 ) -> None:  # fmt: skip
-    """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel."""
+    """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel, choices
+    as of the codec.
+    """
     x = row_major(x)
     batch, heads, length, head_dim = x.shape
     width, tile = head_dim // BANDS, _tile(head_dim, x.device)
@@ -242,8 +264,8 @@ def encode_tokens(
         )  # fmt: skip
         _encode_kernel[(count * parts, heads)](
             y, weights, fields, packed, gain, x if peak is None else peak, codes, packed.stride(0), packed.stride(2),
-            *gain.stride()[:3], first * parts, length, batch * length, TRELLIS=trellis, NOTE=peak is not None, **sizes,
-            **encoded, **pdl_launch_options(),
+            *gain.stride()[:3], first * parts, length, batch * length, TRELLIS=trellis, NOTE=peak is not None,
+            TRY=tries_gains, UNBIASED=unbiased, **sizes, **encoded, **pdl_launch_options(),
         )  # fmt: skip
 
 
