@@ -27,7 +27,7 @@ from kvcli.methods.oscar import OSCAR
 from kvcli.methods.scalar.codec import PerTokenCodec
 from kvcli.methods.turboquant import TurboQuant
 
-# tuned on one H200, torch 2.11, triton 3.6; with more stages, loads of centroids take eight times as long
+# tuned on one H200, torch 2.11, triton 3.6; with more stages, loads of centroids take five times as long
 _TILE = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
 _TILES = Tiles(hopper=_TILE, smaller={**_TILE, "BLOCK_N": 32})
 _CENTROID_TILES = Tiles(hopper={**_TILE, "BLOCK_N": 128}, smaller={**_TILE, "BLOCK_N": 32})
