@@ -6,6 +6,7 @@ layer's codes cost, which is needed to give layers bits of their own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -225,15 +226,13 @@ SUITE = EvalSuite(
     chart="loss_by_size",
 )
 
-LAYERS = EvalSuite(
+LAYERS = dataclasses.replace(
+    SUITE,
     name="layers",
     help="KL to the uncompressed model when one layer alone is compressed.",
     options=LayersOptions,
     example=f"kvcli eval layers --method {UNFITTED_METHOD} --num-sequences 2 --layers 0-7",
-    saves_memory=SAVES_MEMORY,
-    unit=TokenBlock,
     record=LayerRecord,
-    prepare=prepare,
     tabulate=layers_table,
     chart="loss_by_layer",
     rows_per_method=True,

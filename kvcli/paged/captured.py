@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.graphs import Graphs
+from kvcli.kernels.launch import power_of_two
 from kvcli.paged.requests import PassInputs, ScheduledRequest
 
 MOST_GRAPHS = 64
@@ -90,9 +91,9 @@ class CapturedPasses:
         pages = -(-max(x.positions.stop for x in requests) // self._page_size)
         count, has_codes = len(requests[0].tokens), any(x.num_computed_tokens for x in requests)
         if count > 1:
-            key = 1, self._tokens(count), max(_LEAST_PAGES, _power_of_two(pages)), has_codes
+            key = 1, self._tokens(count), max(_LEAST_PAGES, power_of_two(pages)), has_codes
         else:
-            key = min(_power_of_two(len(requests)), self._most), 1, _with_room(pages), True
+            key = min(power_of_two(len(requests)), self._most), 1, _with_room(pages), True
         if (inputs := self._inputs.get(key)) is None:
             inputs = self._inputs[key] = _Inputs(*key, self.graphs.device)
         inputs.load(requests, self._page_size)
@@ -109,14 +110,10 @@ class CapturedPasses:
     def _tokens(self, count: int) -> int:
         """At least as many: halves of up to two pages, then powers of two of pages."""
         half = self._page_size // 2
-        return -(-count // half) * half if count <= 4 * half else _power_of_two(-(-count // (2 * half))) * 2 * half
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+        return -(-count // half) * half if count <= 4 * half else power_of_two(-(-count // (2 * half))) * 2 * half
 
 
 def _with_room(pages: int) -> int:
     """At least as many: one of four numbers for each power of two."""
-    step = max(_LEAST_PAGES, _power_of_two(pages) // 8)
+    step = max(_LEAST_PAGES, power_of_two(pages) // 8)
     return -(-pages // step) * step

@@ -106,20 +106,10 @@ def _attend_full_precision_kernel(
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    rings: Tensor,
-    part: UniformBatch,
-    others: PartialAttention | None,
-    scaling: float,
-    soft_cap: float | None,
-    sink_logits: Tensor | None,
-    output: Tensor,
-    *,
-    new: bool,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch,
+    others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
+    output: Tensor, *, new: bool,
+) -> None:  # fmt: skip
     """As that of `paged_reference`."""
     (requests, count), (_, heads, head_dim), kv_heads = part.tokens.shape, query.shape, key.shape[1]
     query, key, value = row_major(query), row_major(key), row_major(value)

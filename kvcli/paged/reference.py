@@ -17,20 +17,10 @@ from kvcli.paged.pages import PageFields
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    rings: Tensor,
-    part: UniformBatch,
-    others: PartialAttention | None,
-    scaling: float,
-    soft_cap: float | None,
-    sink_logits: Tensor | None,
-    output: Tensor,
-    *,
-    new: bool,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch,
+    others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
+    output: Tensor, *, new: bool,
+) -> None:  # fmt: skip
     """Writes attention of the new tokens of a part to its exact earlier tokens, merged with that to others.
 
     Args:

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from kvcli.errors import UnsupportedModelError
 from kvcli.integrations.vllm.beside import LEAST_TOKENS, LayersBeside, layers_beside, tokens_beside
 from kvcli.integrations.vllm.engine import EngineState, engine_state
+from kvcli.kernels.launch import power_of_two
 from kvcli.paged.attention import PagedAttention
 from kvcli.paged.batch import Batch, most_rows
 from kvcli.paged.rings import ResidualRings
@@ -225,7 +226,7 @@ class CodesAttention(AttentionImpl[Tokens]):
         """Beside other layers, pages have room for sinks and for a group of keys."""
         layers = engine_state(self._config)
         needed = max(layers.sinks, layers.group) if self.beside.nbytes else 0
-        return asked << (max(1, -(-needed // asked)) - 1).bit_length()
+        return asked * power_of_two(max(1, -(-needed // asked)))
 
     def token_bytes(self, size: int) -> int:
         """Bytes of a token in pages of `size`; beside other layers, in those of the layer with the largest."""
