@@ -252,14 +252,22 @@ class TokenRotations:
     def __init__(self, rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> None:
         self.rope, self.positions, self._lengths = rope, positions, lengths
         self._tables: dict[tuple[str, int, int], Rotation] = {}
-        self._consecutive = False
 
     @classmethod
     def first(cls, rope: Rope, length: int, device: torch.device) -> Self:
         """Of positions 0 to length - 1, whose order is not looked at, which would wait for a GPU."""
         rotations = cls(rope, torch.arange(length, device=device).unsqueeze(0))
-        rotations._consecutive = True
+        rotations.consecutive = True
         return rotations
+
+    @cached_property
+    def consecutive(self) -> bool:
+        """Whether the positions of each row are; waits for a GPU, once."""
+        consecutive = self.positions.diff(dim=1) == 1
+        if self._lengths is not None:
+            place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
+            consecutive |= place >= self._lengths.unsqueeze(1)
+        return bool(consecutive.all())
 
     def tokens(self, start: int, stop: int) -> Rotation:
         """Rotation of tokens [start, stop), float32."""
@@ -273,15 +281,8 @@ class TokenRotations:
         """
 
         def make() -> Rotation:
-            if not self._consecutive:
-                consecutive = self.positions.diff(dim=1) == 1
-                if self._lengths is not None:
-                    place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
-                    consecutive |= place >= self._lengths.unsqueeze(1)
-                if not bool(consecutive.all()):
-                    raise CacheError(
-                        "a row's position_ids are not consecutive, which this kernel needs; use impl='reference'"
-                    )
+            if not self.consecutive:
+                raise CacheError("a row's position_ids are not consecutive, which tables of tiles need")
             return self._at(self.positions[:, ::size])
 
         return self._once(("tiles", size, 0), make)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from kvcli.attention import reference
 from kvcli.cache.window import WindowTokens
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import check_device, has_triton
-from kvcli.methods.layer_codec import AttendCodes, LayerCodec, PartialAttention
+from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate, unrotate
 from kvcli.spec import ModelSpec
@@ -72,11 +71,16 @@ REFERENCE = AttentionBackend(
 )
 
 
-def _attend_codes(fused: AttendCodes, codec: LayerCodec, *arguments: Any) -> PartialAttention:
-    """Attention with kernels of the method, in layers whose keys and values are its codes."""
+def _attend_codes(
+    fused: AttendCodes, codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float
+) -> PartialAttention:
+    """Attention with kernels of the method, in layers whose keys and values are its codes; they take positions without
+    gaps.
+    """
     from kvcli.attention.decoded import attend_dequantized
 
-    return (attend_dequantized if codec.plain else fused)(codec, *arguments)
+    taken = not codec.plain and (encoded.rotations is None or encoded.rotations.consecutive)
+    return (fused if taken else attend_dequantized)(codec, query, encoded, scaling)
 
 
 def _unequal(spec: ModelSpec) -> str | None:
@@ -113,8 +117,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
         coded = [codec for codec in codecs if not codec.plain]
         reason = next((r for x in coded if (r := _unequal(x.key.spec) or kernels.unsupported(x)) is not None), None)
         if reason is None:
-            fused, note = kernels.fused_attend, None
-            attend_codes = fused if len(coded) == len(codecs) else partial(_attend_codes, fused)
+            attend_codes, note = partial(_attend_codes, kernels.fused_attend), None
         elif impl == "fused":
             raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
         else:

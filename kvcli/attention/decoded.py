@@ -69,13 +69,9 @@ def dequantize_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> 
 
 
 def attend_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    codes: PartialAttention | None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, codes: PartialAttention | None,
     soft_cap: float | None = None,
-) -> PartialAttention:
+) -> PartialAttention:  # fmt: skip
     """Causal attention of new tokens over each other, merged with that over the codes.
 
     Args:

@@ -78,13 +78,9 @@ def _offset_scores_kernel(
 
 
 def offset_scores(
-    query: Tensor,
-    offset: Tensor,
-    rotations: TokenRotations,
-    scores: Tensor,
-    scaling: float,
+    query: Tensor, offset: Tensor, rotations: TokenRotations, scores: Tensor, scaling: float,
     lengths: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes scaling * <q, R(m) b> for every query row and token of `rotations`.
 
     Args:

@@ -131,17 +131,9 @@ class SplitScores:
     """
 
     def __init__(
-        self,
-        batch: int,
-        kv_heads: int,
-        rows: int,
-        length: int,
-        multiple_of: int,
-        blocks: int,
-        device: torch.device,
-        *,
-        balanced: bool,
-    ) -> None:
+        self, batch: int, kv_heads: int, rows: int, length: int, multiple_of: int, blocks: int, device: torch.device,
+        *, balanced: bool,
+    ) -> None:  # fmt: skip
         self.length, self.split = length, multiple_of if balanced else 0
         self.tokens_per_split = tokens_per_split(length, batch * kv_heads * blocks, multiple_of, _PROGRAMS_PER_SM)
         self.num_splits = cdiv(length, self.tokens_per_split)

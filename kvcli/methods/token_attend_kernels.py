@@ -21,6 +21,7 @@ from kvcli.kernels.pages import origin, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.splits import LOG2E, batch_and_head, merge_splits, query_rows, split_range, split_size
 from kvcli.kernels.words import FP16_MAX
+from kvcli.methods.base import without_autocast
 from kvcli.methods.fp8 import FP8
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.oscar import OSCAR
@@ -32,8 +33,12 @@ _TILE = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
 _TILES = Tiles(hopper=_TILE, smaller={**_TILE, "BLOCK_N": 32})
 _CENTROID_TILES = Tiles(hopper={**_TILE, "BLOCK_N": 128}, smaller={**_TILE, "BLOCK_N": 32})
 _WIDE_TILES = Tiles(hopper=_TILE, smaller={**_TILE, "BLOCK_N": 16})
+_WIDEST_TILE = {**_TILE, "BLOCK_N": 16}
 _BLOCK_M = 16
 _PROGRAMS_PER_SM = 4
+
+_ROOM = 4.0
+"""By what rotated tokens are divided: a coordinate of a token within the range of float16 may be 2.7 times as large."""
 
 GROUPED = tl.constexpr(0)
 FLOAT8 = tl.constexpr(1)
@@ -190,7 +195,7 @@ class _Operand:
     def of(cls, codec: Any, codes: Any) -> _Operand:
         basis: Tensor | None = None
         if isinstance(codec, TurboQuant):
-            norm, unit, basis = codes.norm, norm_unit(codec.spec.head_dim), codec.rotation.unsqueeze(0)
+            norm, unit, basis = codes.norm, norm_unit(codec.spec.head_dim) / _ROOM, codec.rotation.unsqueeze(0)
             return cls(CENTROIDS.value, codec.n_bits, codes.packed, norm, norm, codec.centroids, unit, basis)
         if isinstance(codec, FP8):
             return cls(FLOAT8.value, 8, codes.x, codes.scale, codes.scale, codes.scale)
@@ -209,7 +214,7 @@ def unsupported(codec: LayerCodec) -> str | None:
 
 def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """softmax(scaling q K^T) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32, others
-    as float16 numbers.
+    as float16 numbers. CacheError: positions that are not consecutive, of keys with a constant part.
     """
     batch, heads, query_len, head_dim = query.shape
     kv_heads, length = codec.key.spec.num_kv_heads, encoded.length
@@ -217,7 +222,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
     keys, values = _Operand.of(codec.key, encoded.key_codes), _Operand.of(codec.value, encoded.value_codes)
     blocks = cdiv(rows, _BLOCK_M)
     tiles = _CENTROID_TILES if keys.kind == CENTROIDS.value and not fp32_dot else _TILES
-    tile = (tiles if head_dim <= 128 else _WIDE_TILES).on(query.device)
+    tile = (tiles if head_dim <= 128 else _WIDE_TILES).on(query.device) if head_dim <= 256 else _WIDEST_TILE
     per_split = tokens_per_split(length, batch * kv_heads * blocks, tile["BLOCK_N"], _PROGRAMS_PER_SM)
     num_splits = cdiv(length, per_split)
     scores = None
@@ -225,8 +230,9 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         assert encoded.rotations is not None
         scores = torch.empty(batch, kv_heads, rows, length, device=query.device)
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E, encoded.lengths)
+    room = _ROOM if keys.kind == CENTROIDS.value else 1.0
     query = _rotated(query, keys.basis, transposed=True)
-    query = row_major(query if fp32_dot else query.clamp(-FP16_MAX.value, FP16_MAX.value).half())
+    query = row_major(query if fp32_dot else query.float().clamp_(-FP16_MAX.value, FP16_MAX.value).half())
     split_out = torch.empty(batch * kv_heads, num_splits, rows, head_dim, device=query.device)
     split_lse = torch.empty(batch * kv_heads, num_splits, rows, device=query.device)
     _attend_kernel[(num_splits, batch * kv_heads, blocks)](
@@ -235,10 +241,11 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         split_lse if encoded.lengths is None else encoded.lengths, split_lse if scores is None else scores,
         split_out, split_lse, *query.stride()[:3], *keys.packed.stride()[:3], *keys.scale.stride()[:3],
         *values.packed.stride()[:3], *values.scale.stride()[:3], *((0, 0) if scores is None else scores.stride()[1:3]),
-        kv_heads, query_len, length, per_split, scaling * LOG2E, keys.unit, math.log(2) if num_splits == 1 else 1.0,
-        *encoded.table, HEADS=heads // kv_heads, KIND=keys.kind, K_BITS=keys.bits, V_BITS=values.bits,
-        K_BYTES=keys.packed.shape[-1], V_BYTES=values.packed.shape[-1], K_GROUPS=keys.scale.shape[-1],
-        V_GROUPS=values.scale.shape[-1], D=head_dim, PAGE=encoded.page_size, SKIP=encoded.skip,
+        kv_heads, query_len, length, per_split, scaling * LOG2E * room, keys.unit,
+        math.log(2) if num_splits == 1 else 1.0, *encoded.table, HEADS=heads // kv_heads, KIND=keys.kind,
+        K_BITS=keys.bits, V_BITS=values.bits, K_BYTES=keys.packed.shape[-1], V_BYTES=values.packed.shape[-1],
+        K_GROUPS=keys.scale.shape[-1], V_GROUPS=values.scale.shape[-1], D=head_dim, PAGE=encoded.page_size,
+        SKIP=encoded.skip,
         SPLIT=tile["BLOCK_N"] if encoded.pages is not None else 0, BLOCK_D=max(16, power_of_two(head_dim)),
         BLOCK_M=_BLOCK_M, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, ADD=scores is not None, **tile,
     )  # fmt: skip
@@ -247,12 +254,14 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         out = torch.empty(batch, kv_heads, rows, head_dim, device=query.device)
         lse = torch.empty(batch, kv_heads, rows, device=query.device)
         merge_splits(split_out, split_lse, out, lse)
-    return _rotated(out.view(query.shape), values.basis), lse.view(query.shape[:3])
+    out = _rotated(out.view(query.shape), values.basis)
+    return out if room == 1.0 else out.mul_(room), lse.view(query.shape[:3])
 
 
 def _rotated(x: Tensor, basis: Tensor | None, *, transposed: bool = False) -> Tensor:
     """x [batch, num_heads, query_len, head_dim] times a basis of its kv head, or the basis transposed; float32."""
     if basis is None:
         return x
-    of_heads = x.float().unflatten(1, (len(basis), -1))
-    return (of_heads @ (basis.mT if transposed else basis).unsqueeze(1)).flatten(1, 2)
+    with without_autocast(x):
+        of_heads = x.float().unflatten(1, (len(basis), -1))
+        return (of_heads @ (basis.mT if transposed else basis).unsqueeze(1)).flatten(1, 2)

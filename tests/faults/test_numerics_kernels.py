@@ -69,6 +69,11 @@ CASES = [
     ("squat-pre-4", torch.float16, (485.0, FP16_MAX)),
     ("squat-pre-8", torch.float16, (FP16_MAX,)),
     ("qjl", torch.float16, (1e-6, FP16_MAX)),
+    ("rtn-4", torch.float16, (1e-6, FP16_MAX)),
+    ("rtn-8", torch.bfloat16, (FP16_MAX,)),
+    ("fp8", torch.float16, (1e-6, FP16_MAX)),
+    ("turboquant-3", torch.float16, (1e-6, FP16_MAX)),
+    ("turboquant-4", torch.float32, (1e-6, FP16_MAX)),
 ]
 
 
@@ -82,7 +87,8 @@ def test_keys_of_any_magnitude(name: str, dtype: torch.dtype, magnitudes: tuple[
 @pytest.mark.parametrize("magnitude", [1e-6, FP16_MAX])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_values_of_any_magnitude(dtype: torch.dtype, magnitude: float) -> None:
-    for name in ("kivi-1", "kivi-8"):
+    decoded = dtype == torch.float16 and magnitude < 1  # which float16 does not hold as precisely
+    for name in ("kivi-1", "kivi-8", *(() if decoded else ("rtn-4", "fp8", "turboquant-4"))):
         assert_same(*attend_both(name, tokens(1.0), tokens(magnitude), query_for(1.0, dtype)), dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from parts import DEVICE, assert_same, exact_attend, make_codec, make_part
 
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.decoded import attend_dequantized
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.kernels.splits import SplitScores
 from kvcli.methods.commvq import value_kernels as commvq_values
@@ -17,6 +20,7 @@ from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.registry import make_config
+from kvcli.rope import TokenRotations
 
 CASES = [
     # method, heads, kv heads, head_dim, batch, length, queries, lengths, settings
@@ -120,6 +124,51 @@ def test_what_no_kernel_wrote_is_not_multiplied(name: str, lengths: list[int], m
     monkeypatch.setattr(torch, "empty", infinite)
     fused = attend_kernels(method).fused_attend(codec, query, part, 0.125)
     assert_same(fused, reference_attend(codec, query.float(), part, 0.125), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["rtn-4", "fp8", "turboquant-3", "oscar-2"])
+def test_tokens_quantized_one_by_one_in_other_surroundings(name: str) -> None:
+    """bfloat16, queries that float16 does not hold, and autocast, as decoded blocks have them."""
+    method, codec = make_codec(name, 4, 2, 64)
+    part, fused = make_part(codec, 4, 2, 70, [70, 33]), attend_kernels(method).fused_attend
+    query = torch.randn(2, 4, 1, 64, device=DEVICE).bfloat16()
+    assert_same(fused(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), torch.bfloat16)
+    large = 1e5 * query.sign()
+    if name in ("rtn-4", "fp8"):
+        assert_same(fused(codec, large, part, 1e-6), attend_dequantized(codec, large, part, 1e-6), torch.bfloat16)
+    assert fused(codec, large, part, 1e-6)[0].isfinite().all()
+    for asked in (query, query.float()):
+        expected = fused(codec, asked, part, 0.125)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            ours = fused(codec, asked, part, 0.125)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_a_value_that_is_no_number_stays_one() -> None:
+    method, codec = make_codec("fp8", 2, 1, 64)
+    part, query = make_part(codec, 2, 1, 40, None), torch.randn(1, 2, 1, 64, device=DEVICE)
+    part.value_codes.x[0, 0, 7, 3] = 0x7F
+    out, _ = attend_kernels(method).fused_attend(codec, query, part, 0.125)
+    assert out[..., 3].isnan().all()
+    assert out.isfinite().sum() == 2 * 63
+
+
+@pytest.mark.parametrize("name", ["rtn-4", "qjl", "turboquant-3", "klt-2", "commvq-1", "squat-pre-2"])
+def test_positions_with_gaps_are_decoded(name: str) -> None:
+    """Where kernels need tables of consecutive ones."""
+    method, codec = make_codec(name, 4, 2, 64)
+    if codec.key.space == "post_rope":
+        codec.key_offset = torch.randn(2, 64, device=DEVICE)
+    part = make_part(codec, 4, 1, 96, None)
+    assert part.rotations is not None
+    positions = part.rotations.positions.clone()
+    positions[:, 40:] += 300
+    gaps = replace(part, rotations=TokenRotations(part.rotations.rope, positions))
+    backend = choose_backend(method, [codec], "fused", torch.device(DEVICE))
+    query = torch.randn(1, 4, 1, 64, device=DEVICE)
+    expected = reference_attend(codec, query, gaps, 0.125)
+    assert_same(backend.attend_codes(codec, query, gaps, 0.125), expected, torch.float32)
+    assert (expected[0] - backend.attend_codes(codec, query, part, 0.125)[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("entries", [(127, -127), (-127, 127), (127, 127), (-127, -127)], ids=str)

@@ -20,7 +20,7 @@ from kvcli.methods.klt.tables import QueryTables, Tables
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
 
-_LARGEST_RMS = 2.0 ** ((255 - MOST_MORE - UNIT_GAIN) / GAINS_PER_OCTAVE)
+_LARGEST_GAIN = 2.0 ** ((255 - UNIT_GAIN) / GAINS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _KLT(Codec[KLTCodes, None]):
     """Whether g is not the gain that codes are chosen with, but for what they decode to, <y_hat, y> = <y, y>."""
 
     calibrated_range = True
-    max_magnitude = 0.99 * _LARGEST_RMS
+    max_magnitude = 0.99 * _LARGEST_GAIN
 
     def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
         super().__init__()
@@ -295,6 +295,7 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
 
     widening = 1.15  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
     unbiased = True
+    max_magnitude = 0.99 * _LARGEST_GAIN / 2 ** (MOST_MORE / GAINS_PER_OCTAVE)
 
     def weighted_sum(self, weights: Tensor, codes: KLTCodes) -> Tensor:
         # the basis is applied to sums of codes
