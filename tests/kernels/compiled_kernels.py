@@ -181,7 +181,8 @@ def record(
                         torch.zeros_like(mask).split(passes, dim=1), accumulate(passes), strict=True
                     ):
                         model(part, attention_mask=mask[:, :total], **with_cache(cache))
-                    if recording.startswith(("qjl", "commvq")):  # whose kernels add scores of a constant key
+                    # kernels of these add scores of a constant key
+                    if recording.startswith(("qjl", "commvq", "rtn", "turboquant")):
                         attached.codecs[0].key_offset = torch.ones(kv_heads, head_dim)
     return list(found.values()), notes
 
