@@ -84,6 +84,14 @@ def test_keys_of_any_magnitude(name: str, dtype: torch.dtype, magnitudes: tuple[
         assert_same(*attend_both(name, keys, tokens(1.0), query), dtype)
 
 
+@pytest.mark.parametrize("name", ["turboquant-3", "turboquant-4"])
+def test_rotated_tokens_may_be_larger(name: str) -> None:
+    """Than any of their channels."""
+    large = 6e4 * tokens(1.0).sign()
+    assert_same(*attend_both(name, tokens(1.0), large, query_for(1.0, torch.float16)), torch.float16)
+    assert_same(*attend_both(name, large, tokens(1.0), query_for(6e4, torch.float16)), torch.float16)
+
+
 @pytest.mark.parametrize("magnitude", [1e-6, FP16_MAX])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_values_of_any_magnitude(dtype: torch.dtype, magnitude: float) -> None:

@@ -313,9 +313,16 @@ def test_steps_are_wider_than_those_of_normal_numbers() -> None:
 
 
 @CODES
-def test_the_range_is_that_of_gains(code: Code) -> None:
-    codec, _ = value_codec(matrices(WIDTH), 2, code)
+@pytest.mark.parametrize("kind", [KLTKey, KLTValue])
+def test_the_range_is_that_of_gains(code: Code, kind: type[Any]) -> None:
+    """Whatever is within it has the gain that it needs."""
+    codec, _ = value_codec(matrices(WIDTH), 2, code, kind)
     x = normal(matrices(WIDTH), 50)[None]
+    most = x * (0.99 * codec.max_magnitude / codec.analyse(x)[1])
+    same = codec.encode(most).gain - 64 == codec.encode(most / 16).gain
+    assert same.float().mean() > (
+        0.7 if kind is KLTKey else 0.99
+    )  # some of those that are tried for keys are beyond it
     within = x * (0.9 * codec.max_magnitude / codec.peak(x, codec.encode(x)))
     assert codec.peak(within, codec.encode(within)) < codec.max_magnitude
     assert (codec.decode(codec.encode(within)) - within).norm() < 0.5 * within.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kvcli.kernels.launch import Tiles
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt import token_kernels
 from kvcli.methods.klt.attend_kernels import fused_attend, tile_queries, unsupported
-from kvcli.methods.klt.codec import KLTCodes, KLTValue
+from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import SCALAR, TRELLIS, Code
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 
@@ -37,8 +38,9 @@ METHODS = pytest.mark.parametrize("method", ["klt-2", "klt-tcq-2"])
         (4, 40, 1, 20, torch.float32, 1),
     ],
 )
+@pytest.mark.parametrize("kind", [KLTKey, KLTValue])
 def test_token_kernels(
-    heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype, blocks: int, code: Code,
+    heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype, blocks: int, code: Code, kind: type[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Kernels encode and decode as the reference, `blocks` of tokens at once, in the tiles of a GPU of Hopper and, with
@@ -50,7 +52,7 @@ def test_token_kernels(
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.zeros(*shape, **how).fill_(77))
     spec = make_spec(head_dim, heads)
     fields = [code.all_fields(1 + head % 4)[5 * head] for head in range(heads)]
-    codec = KLTValue(spec, fields, code).to(DEVICE)
+    codec = kind(spec, fields, code).to(DEVICE)
     codec.randomize_(torch.Generator(DEVICE).manual_seed(0))
     codec.mean.normal_()
     x = torch.randn(batch, heads, time, head_dim, device=DEVICE).to(dtype)
