@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.launch import cdiv, has_hopper_shared_memory, power_of_two, row_major
 from kvcli.rope import TokenRotations
 
 _TILE = 64
@@ -94,20 +94,21 @@ def offset_scores(
     """
     batch, heads, query_len, head_dim = query.shape
     kv_heads, rows, length = offset.shape[1], scores.shape[2], rotations.positions.shape[1]
-    tiles, offsets = rotations.tiles(_TILE), rotations.offsets(_TILE)
+    tile = _TILE if head_dim <= 128 or has_hopper_shared_memory(query.device) else _TILE // 2
+    tiles, offsets = rotations.tiles(tile), rotations.offsets(tile)
     rotary_dim, query = 2 * tiles.cos.shape[-1], row_major(query)
     rest = head_dim - rotary_dim
     o_batch = kv_heads * head_dim if len(offset) > 1 else 0
     block_m = 8 if rows <= 8 else 16
     blocks = kv_heads * cdiv(rows, block_m)
-    programs = min(cdiv(length, _TILE), max(1, _PROGRAMS // (batch * blocks)))
+    programs = min(cdiv(length, tile), max(1, _PROGRAMS // (batch * blocks)))
     _offset_scores_kernel[(programs, batch, blocks)](
         query, offset.contiguous(), tiles.cos, tiles.sin, offsets.cos, offsets.sin,
         scores if lengths is None else lengths, scores,
         *query.stride()[:3], o_batch, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
         *scores.stride()[:3],
         kv_heads, query_len, length, scaling,
-        HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=_TILE, BLOCK_M=block_m,
+        HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=tile, BLOCK_M=block_m,
         BLOCK_P=max(16, power_of_two(rotary_dim // 2)), BLOCK_REST=power_of_two(rest) if rest else 0,
         HAS_LENGTHS=lengths is not None, num_warps=4,
     )  # fmt: skip

@@ -109,6 +109,22 @@ def test_kernels_add_the_mean_of_each_sequence(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("hopper", [True, False])
+def test_wide_heads_take_smaller_tiles_where_memory_is_small(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from kvcli.kernels import offset as kernels
+
+    monkeypatch.setattr(kernels, "has_hopper_shared_memory", lambda device: hopper)
+    rotations = TokenRotations(Rope(Rotary(160)), torch.arange(5, 85, device=DEVICE)[None])
+    query, offset = torch.randn(1, 2, 1, 160, device=DEVICE), torch.randn(1, 1, 1, 160, device=DEVICE)
+    scores = torch.zeros(1, 1, 2, 80, device=DEVICE)
+    kernels.offset_scores(query, offset, rotations, scores, 0.5)
+    keys = rotations.tokens(0, 80).apply(offset.expand(-1, -1, 80, -1))
+    assert torch.allclose(scores, 0.5 * query.flatten(1, 2)[:, None] @ keys.mT, rtol=1e-4, atol=1e-3)
+    assert ("tiles", 64 if hopper else 32, 0) in rotations._tables
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(("rotary_dim", "scaling"), [(32, 1.0), (64, 1.3), (48, 0.7)])
 def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, scaling: float) -> None:
     pytest.importorskip("triton")
