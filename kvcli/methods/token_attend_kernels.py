@@ -25,7 +25,6 @@ from kvcli.methods.base import without_autocast
 from kvcli.methods.fp8 import FP8
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.oscar import OSCAR
-from kvcli.methods.scalar.codec import PerTokenCodec
 from kvcli.methods.turboquant import TurboQuant
 
 # tuned on one H200, torch 2.11, triton 3.6; with more stages, loads of centroids take five times as long
@@ -37,7 +36,7 @@ _WIDEST_TILE = {**_TILE, "BLOCK_N": 16}
 _BLOCK_M = 16
 _PROGRAMS_PER_SM = 4
 
-_ROOM = 4.0
+_HEADROOM = 4.0
 """By what rotated tokens are divided: a coordinate of a token within the range of float16 may be 2.7 times as large."""
 
 GROUPED = tl.constexpr(0)
@@ -195,7 +194,7 @@ class _Operand:
     def of(cls, codec: Any, codes: Any) -> _Operand:
         basis: Tensor | None = None
         if isinstance(codec, TurboQuant):
-            norm, unit, basis = codes.norm, norm_unit(codec.spec.head_dim) / _ROOM, codec.rotation.unsqueeze(0)
+            norm, unit, basis = codes.norm, norm_unit(codec.spec.head_dim) / _HEADROOM, codec.rotation.unsqueeze(0)
             return cls(CENTROIDS.value, codec.n_bits, codes.packed, norm, norm, codec.centroids, unit, basis)
         if isinstance(codec, FP8):
             return cls(FLOAT8.value, 8, codes.x, codes.scale, codes.scale, codes.scale)
@@ -206,10 +205,7 @@ class _Operand:
 
 def unsupported(codec: LayerCodec) -> str | None:
     """Why this kernel cannot read a layer's codes; None if it can."""
-    if any(getattr(part, "residual_sign", False) for part in (codec.key, codec.value)):
-        return "signs of residuals"
-    known = all(isinstance(part, (PerTokenCodec, FP8, TurboQuant)) for part in (codec.key, codec.value))
-    return None if known else "such codes"
+    return "signs of residuals" if getattr(codec.key, "residual_sign", False) else None
 
 
 def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
@@ -230,7 +226,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         assert encoded.rotations is not None
         scores = torch.empty(batch, kv_heads, rows, length, device=query.device)
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E, encoded.lengths)
-    room = _ROOM if keys.kind == CENTROIDS.value else 1.0
+    headroom = _HEADROOM if keys.kind == CENTROIDS.value else 1.0
     query = _rotated(query, keys.basis, transposed=True)
     query = row_major(query if fp32_dot else query.float().clamp_(-FP16_MAX.value, FP16_MAX.value).half())
     split_out = torch.empty(batch * kv_heads, num_splits, rows, head_dim, device=query.device)
@@ -241,7 +237,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         split_lse if encoded.lengths is None else encoded.lengths, split_lse if scores is None else scores,
         split_out, split_lse, *query.stride()[:3], *keys.packed.stride()[:3], *keys.scale.stride()[:3],
         *values.packed.stride()[:3], *values.scale.stride()[:3], *((0, 0) if scores is None else scores.stride()[1:3]),
-        kv_heads, query_len, length, per_split, scaling * LOG2E * room, keys.unit,
+        kv_heads, query_len, length, per_split, scaling * LOG2E * headroom, keys.unit,
         math.log(2) if num_splits == 1 else 1.0, *encoded.table, HEADS=heads // kv_heads, KIND=keys.kind,
         K_BITS=keys.bits, V_BITS=values.bits, K_BYTES=keys.packed.shape[-1], V_BYTES=values.packed.shape[-1],
         K_GROUPS=keys.scale.shape[-1], V_GROUPS=values.scale.shape[-1], D=head_dim, PAGE=encoded.page_size,
@@ -255,7 +251,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         lse = torch.empty(batch, kv_heads, rows, device=query.device)
         merge_splits(split_out, split_lse, out, lse)
     out = _rotated(out.view(query.shape), values.basis)
-    return out if room == 1.0 else out.mul_(room), lse.view(query.shape[:3])
+    return out if headroom == 1.0 else out.mul_(headroom), lse.view(query.shape[:3])
 
 
 def _rotated(x: Tensor, basis: Tensor | None, *, transposed: bool = False) -> Tensor:

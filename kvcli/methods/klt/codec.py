@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvcli.errors import UsageError
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt import trellis
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_MORE, SCALAR, TRIED_GAINS, UNIT_GAIN, Code, Fields
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MAX_SHIFT, SCALAR, TRIED_GAINS, UNIT_GAIN, Code, Fields
 from kvcli.methods.klt.tables import QueryTables, Tables
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
@@ -57,10 +57,10 @@ class _KLT(Codec[KLTCodes, None]):
 
     widening = 1.0
     """By how much steps are wider than those of normal variables."""
-    tries_gains = False
-    """Whether codes are chosen, and stored, with one of some gains around it: that of the least squared error of y."""
+    searches_gain = False
+    """Whether codes are chosen with another gain, of TRIED_GAINS around it: that of the least squared error of y."""
     unbiased = False
-    """Whether g is not the gain that codes are chosen with, but for what they decode to, <y_hat, y> = <y, y>."""
+    """Whether the stored g is not that with which codes are chosen, but the one for which <y_hat, y> = <y, y>."""
 
     calibrated_range = True
     max_magnitude = 0.99 * _LARGEST_GAIN
@@ -141,7 +141,7 @@ class _KLT(Codec[KLTCodes, None]):
         tables = self.tables
         encode_tokens(
             x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, peak,
-            trellis=self.code.trellis, tries_gains=self.tries_gains, unbiased=self.unbiased,
+            trellis=self.code.trellis, searches_gain=self.searches_gain, unbiased=self.unbiased,
         )  # fmt: skip
 
     def encode_noted(self, x: Tensor, peak: Tensor) -> KLTCodes:
@@ -168,7 +168,7 @@ class _KLT(Codec[KLTCodes, None]):
         y, exact = self.analyse(x)
         stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
         tables = self.tables
-        if self.tries_gains:
+        if self.searches_gain:
             stored = self.best_gain(y, stored)
         scaled = y / _divisor(stored) + tables.levels.unsqueeze(1) / 2
         if self.code.trellis:
@@ -185,7 +185,7 @@ class _KLT(Codec[KLTCodes, None]):
         return replace(codes, gain=self.unbiased_gain(y, codes)) if self.unbiased else codes
 
     def unbiased_gain(self, y: Tensor, codes: KLTCodes) -> Tensor:
-        """The gain for which what codes decode to has the product with y that y has with itself, at most MOST_MORE from
+        """The gain for which what codes decode to has the product with y that y has with itself, at most MAX_SHIFT from
         theirs: uint8 [batch, num_kv_heads, time, 1], as it is stored.
 
         A sum of many decoded values, as attention's, is then as long as that of the values.
@@ -194,7 +194,7 @@ class _KLT(Codec[KLTCodes, None]):
         square = (y * self.tables.levels.sign().unsqueeze(1)).square_().sum(-1, keepdim=True)
         gain = (UNIT_GAIN + GAINS_PER_OCTAVE * (square / product).log2()).round()
         stored = codes.gain.float()
-        gain = gain.maximum(stored - MOST_MORE).minimum(stored + MOST_MORE).clamp(1, 255)
+        gain = gain.maximum(stored - MAX_SHIFT).minimum(stored + MAX_SHIFT).clamp(1, 255)
         return gain.where((product > 0) & (square > 0) & (stored > 0), stored).to(torch.uint8)
 
     def best_gain(self, y: Tensor, stored: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
         super().__init__(spec, fields, code)
-        self.tries_gains = not code.trellis
+        self.searches_gain = not code.trellis
         self.widening = 1.08 if code.trellis else 1.0  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
         self._query_tables: dict[torch.dtype, CachedFromBuffers[QueryTables]] = {}
 
@@ -295,7 +295,7 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
 
     widening = 1.15  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
     unbiased = True
-    max_magnitude = 0.99 * _LARGEST_GAIN / 2 ** (MOST_MORE / GAINS_PER_OCTAVE)
+    max_magnitude = 0.99 * _LARGEST_GAIN / 2 ** (MAX_SHIFT / GAINS_PER_OCTAVE)
 
     def weighted_sum(self, weights: Tensor, codes: KLTCodes) -> Tensor:
         # the basis is applied to sums of codes

@@ -24,9 +24,9 @@ MOST_BYTES = 4
 GAINS_PER_OCTAVE = 16
 UNIT_GAIN = 128
 """How a gain of 1 is stored; 0 is a gain of 0."""
-MOST_MORE = 8
-"""By how much a gain differs at most, as it is stored, from that of the root mean square."""
-TRIED_GAINS = range(-MOST_MORE, 5, 2)
+MAX_SHIFT = 8
+"""How far a stored gain may be from that of the root mean square, in sixteenths of an octave."""
+TRIED_GAINS = range(-MAX_SHIFT, 5, 2)
 """Which gains of keys are tried, as they are stored, less that of the root mean square."""
 
 Fields = tuple[int, ...]

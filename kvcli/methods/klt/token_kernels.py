@@ -11,7 +11,7 @@ from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.words import as_decoded
 from kvcli.methods.klt.field_kernels import COLUMNS, FIELDS, PER_OCTAVE, UNIT, gains, head_bytes
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, MOST_MORE, TRIED_GAINS, UNIT_GAIN
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MAX_SHIFT, MOST_BYTES, TRIED_GAINS, UNIT_GAIN
 from kvcli.methods.klt.search_kernels import rounded, search
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
@@ -22,9 +22,9 @@ _PROGRAMS = 1056
 """Blocks of tokens of all heads that are encoded at once; each has memory for its transformed channels."""
 
 _BANDS = tl.constexpr(BANDS)
-_NEAR = tl.constexpr(2.0 ** ((250 - MOST_MORE - UNIT_GAIN) / GAINS_PER_OCTAVE))
+_NEAR = tl.constexpr(2.0 ** ((250 - MAX_SHIFT - UNIT_GAIN) / GAINS_PER_OCTAVE))
 """The root mean square from which on one is noted."""
-_MOST_MORE = tl.constexpr(MOST_MORE)
+_MAX_SHIFT = tl.constexpr(MAX_SHIFT)
 _TRIED, _FIRST, _STEP = (tl.constexpr(x) for x in (len(TRIED_GAINS), TRIED_GAINS.start, TRIED_GAINS.step))
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
@@ -95,7 +95,7 @@ def _unbiased(b_square, b_product, b_stored):
     """As `_KLT.unbiased_gain`, from sums of y^2 and of y times levels, and the gains that codes are chosen with."""
     b_ratio = tl.maximum(b_square, 1e-37) / tl.maximum(b_product, 1e-37)
     b_new = rounded(tl.log2(b_ratio) * PER_OCTAVE + UNIT, 255.0)
-    b_new = tl.minimum(tl.maximum(b_new, b_stored - _MOST_MORE), b_stored + _MOST_MORE)
+    b_new = tl.minimum(tl.maximum(b_new, b_stored - _MAX_SHIFT), b_stored + _MAX_SHIFT)
     b_new = tl.minimum(tl.maximum(b_new, 1.0), 255.0)
     return tl.where((b_product > 0) & (b_square > 0) & (b_stored > 0), b_new, b_stored)
 
@@ -111,7 +111,7 @@ def _encode_kernel(
     weights float32 [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain
     uint8 [batch, heads, length, 1], strides p_* and g_*, are written. If TRELLIS, codes int16 shaped like y are, too.
     NOTE: peak, float32 [], grows to the largest root mean square if that is near the largest gain that is stored. TRY:
-    as `_KLT.tries_gains`; UNBIASED: as `_KLT.unbiased`.
+    as `_KLT.searches_gain`; UNBIASED: as `_KLT.unbiased`.
     """
     block, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_w, o_t = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
@@ -242,7 +242,7 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
 
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
-    peak: Tensor | None, *, trellis: bool, tries_gains: bool, unbiased: bool,
+    peak: Tensor | None, *, trellis: bool, searches_gain: bool, unbiased: bool,
 ) -> None:  # fmt: skip
     """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel, choices
     as of the codec.
@@ -265,7 +265,7 @@ def encode_tokens(
         _encode_kernel[(count * parts, heads)](
             y, weights, fields, packed, gain, x if peak is None else peak, codes, packed.stride(0), packed.stride(2),
             *gain.stride()[:3], first * parts, length, batch * length, TRELLIS=trellis, NOTE=peak is not None,
-            TRY=tries_gains, UNBIASED=unbiased, **sizes, **encoded, **pdl_launch_options(),
+            TRY=searches_gain, UNBIASED=unbiased, **sizes, **encoded, **pdl_launch_options(),
         )  # fmt: skip
 
 
