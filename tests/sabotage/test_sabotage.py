@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib import import_module
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 
@@ -35,6 +37,17 @@ def check(target: str, how: str) -> None:
     said = done.stdout[-2000:] + done.stderr[-2000:]
     assert done.returncode == 1, f"nothing notices that {target} {how}\n{said}"
     assert " failed" in done.stdout or " error" in done.stdout, said
+
+
+def test_targets_and_their_tests_exist() -> None:
+    """What was renamed is not broken, and nobody would notice."""
+    for target, names in TARGETS.items():
+        module, function = target.split(":")
+        assert callable(attrgetter(function)(import_module(module))), target
+        for name in names.split():
+            file, _, test = name.partition("::")
+            path = Path(__file__).resolve().parents[1] / file
+            assert f"def {test}" in path.read_text() if test else path.exists(), name
 
 
 @pytest.mark.parametrize(("target", "how"), TODAY)
