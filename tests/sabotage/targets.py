@@ -140,7 +140,7 @@ SEEN: dict[str, str] = {
     "kvcli.methods.klt.codec:_KLT.encode": "methods/test_klt_codec.py",
     "kvcli.methods.klt.codec:_KLT.unbiased_gain": "methods/test_klt_codec.py",
     "kvcli.methods.klt.codec:_KLT.best_gain": "methods/test_klt_codec.py",
-    "kvcli.methods.klt.codec:KLTValue.weighted_sum": "methods/test_products_with_codes.py",
+    "kvcli.methods.klt.codec:KLTValue.weighted_sum": CODECS,
     "kvcli.methods.klt.fields:Code.best_fields": "methods/test_klt_fields.py",
     "kvcli.methods.klt.trellis:search": "methods/test_klt_fields.py",
     "kvcli.methods.klt.trellis:subsets": "methods/test_klt_fields.py",
