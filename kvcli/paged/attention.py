@@ -7,7 +7,7 @@ the method's kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
 from kvcli.paged import reference
 from kvcli.paged.batch import Batch, UniformBatch
-from kvcli.paged.pages import LayerEncoder
+from kvcli.paged.pages import LayerEncoder, NewCodes
 
 
 class Page:
@@ -104,33 +104,32 @@ class PagedAttention:
         full_precision: Any = reference
         if self.backend.impl == "fused":
             from kvcli.paged import kernels as full_precision
-        full_precision.copy_rings(self.rings, batch.ring_copies)
         # all is stored before any is read: a request may share pages that another one fills in this pass
-        self._encode(page, pages, batch, key, value, full_precision)
+        stored_key, stored_value = full_precision.prepare(key, value, sinks, self.rings, batch)
+        self._encode(page, pages, batch, key, stored_key, stored_value, full_precision)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
-        full_precision.store(key, value, sinks, batch.sinks)
         for part in batch.parts:
             states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
             new = part.tokens.shape[1] < PREFILL_THRESHOLD
             full_precision.attend(
-                query, key, value, sinks, self.rings, part, states, self.scaling, self.soft_cap, self.sink_logits,
-                output, new=new,
+                query, key, value, sinks, self.rings, part, batch.recent, states, self.scaling, self.soft_cap,
+                self.sink_logits, output, new=new,
             )  # fmt: skip
-        full_precision.store(key, value, self.rings.flatten(0, 1), batch.recent)
 
-    def _encode(self, page: Page, pages: Tensor, batch: Batch, key: Tensor, value: Tensor, full_precision: Any) -> None:
-        """Writes the codes of new tokens into their pages."""
-        stored_key, stored_value = full_precision.select(key, value, batch.stored, batch.is_blank)
-        if not len(stored_key):
+    def _encode(
+        self, page: Page, pages: Tensor, batch: Batch, new: Tensor, key: Tensor, value: Tensor, full_precision: Any
+    ) -> None:
+        """Writes the codes of keys and values into their pages; `new` are all new keys."""
+        if not len(key):
             return
-        codes = [(page.values, self.encoder.encode_values(stored_value))]
+        codes = [NewCodes(batch.dst_page, batch.dst_offset, page.values, self.encoder.encode_values(value))]
         if page.group == 1:
-            codes.append((page.keys, self.encoder.encode_keys(stored_key, batch.rotation)))
-        full_precision.put(pages, batch.dst_page, batch.dst_offset, *codes)
-        if (groups := batch.groups) is not None:
-            tokens = full_precision.gather(key, self.rings.flatten(0, 1), groups.is_new, groups.token)
+            codes.append(replace(codes[0], layout=page.keys, codes=self.encoder.encode_keys(key, batch.rotation)))
+        elif (groups := batch.groups) is not None:
+            tokens = full_precision.gather(new, self.rings.flatten(0, 1), groups.is_new, groups.token)
             keys = self.encoder.encode_keys(tokens, batch.rotation)
-            full_precision.put(pages, groups.page, groups.place, (page.keys, keys))
+            codes.append(NewCodes(groups.page, groups.place, page.keys, keys))
+        full_precision.put(pages, *codes)
 
     def _states(
         self, keys: Codes, values: Codes, part: UniformBatch, query: Tensor, key: Tensor, value: Tensor, skip: int

@@ -1,6 +1,8 @@
-"""Triton kernels of `paged_reference`: one launch each, whatever the requests of a pass are."""
+"""Triton kernels of `kvcli.paged.reference`: a launch or two each, whatever the requests of a pass are."""
 
 from __future__ import annotations
+
+from itertools import chain
 
 import triton
 import triton.language as tl
@@ -8,25 +10,26 @@ from torch import Tensor
 
 from kvcli.attention.window_kernels import attend_tile, tile_for
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
-from kvcli.methods.base import Codes
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.methods.layer_codec import PartialAttention
-from kvcli.paged.batch import UniformBatch
-from kvcli.paged.pages import PageFields
+from kvcli.paged.batch import Batch, UniformBatch
+from kvcli.paged.pages import NewCodes
 
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["table_row", "count", "new"])
 def _attend_full_precision_kernel(
-    query, key, value, sinks, rings, token, past, closed, slot, table, other_out, other_lse, sink_logits, out,
+    query, key, value, sinks, rings, token, past, closed, slot, recent, table, other_out, other_lse, sink_logits, out,
     q_time, q_head, k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, r_ring, r_token, r_both, r_head,
     o_time, o_head, table_row, num_kv_heads, count, new, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_OTHERS: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v over sinks, ring and new tokens of a request, merged with (out, lse) of others.
+
+    STORE: then writes the new tokens to their places in the rings; one program must have all rows of a kv head.
 
     Grid (requests * num_kv_heads, ceil(GROUPS * count / BLOCK_M)); one program: BLOCK_M of the GROUPS * count query
     rows of one kv head. Exact tokens n are the sinks, the places of the ring, and `new` new tokens, in this order.
@@ -36,6 +39,7 @@ def _attend_full_precision_kernel(
         sinks: [pages, SINKS, 2, num_kv_heads, D]; rings: [rings, RING, 2, num_kv_heads, D].
         token: int64 [requests, count], places of new tokens in the pass.
         past, slot: int64 [requests], earlier tokens and the ring; closed: int32 [requests], those read from codes.
+        recent: int64 [tokens], places in all rings, below 0 for tokens that are not stored.
         table: int32 [requests, pages], stride table_row.
         other_out, other_lse: float32 [requests, num_heads, count, D] and [requests, num_heads, count], if HAS_OTHERS.
         sink_logits: [num_heads], if HAS_LOGITS.
@@ -55,7 +59,8 @@ def _attend_full_precision_kernel(
     i_past = tl.load(past + i_b).to(tl.int32)
     oldest = tl.maximum(tl.load(closed + i_b), SINKS)
     sinks += tl.maximum(tl.load(table + i_b * table_row), 0).to(tl.int64) * s_page + i_h * s_head
-    rings += tl.load(slot + i_b) * r_ring + i_h * r_head
+    stored = rings + i_h * r_head
+    rings = stored + tl.load(slot + i_b) * r_ring
     key += i_h * k_head
     value += i_h * v_head
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -103,131 +108,175 @@ def _attend_full_precision_kernel(
         b_out *= tl.sigmoid(b_lse - b_logit)[:, None]
     p_out = out + (at * o_time + head * o_head)[:, None] + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
+    if STORE:
+        tl.debug_barrier()  # a new token may take the place of one that was attended to
+        for i in range(count):
+            t = tl.load(token + i)
+            place = tl.load(recent + t)
+            p_stored, m_stored = stored + place * r_token + o_d, (o_d < D) & (place >= 0)
+            tl.store(p_stored, tl.load(key + t * k_time + o_d, mask=m_stored), mask=m_stored)
+            tl.store(p_stored + r_both, tl.load(value + t * v_time + o_d, mask=m_stored), mask=m_stored)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch, recent: Tensor,
     others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
     output: Tensor, *, new: bool,
 ) -> None:  # fmt: skip
-    """As that of `paged_reference`."""
+    """As that of `kvcli.paged.reference`."""
     (requests, count), (_, heads, head_dim), kv_heads = part.tokens.shape, query.shape, key.shape[1]
     query, key, value = row_major(query), row_major(key), row_major(value)
     if query.dtype != rings.dtype:
         query = query.to(rings.dtype)
-    groups, table = heads // kv_heads, part.pages.table
+    groups, table, tokens = heads // kv_heads, part.pages.table, part.tokens.contiguous()
     out, lse = (query, query) if others is None else (x.contiguous() for x in others)
-    tile = tile_for(groups * count, (max(16, power_of_two(head_dim)),) * 3, query.element_size(), query.device)
-    _attend_full_precision_kernel[(requests * kv_heads, cdiv(groups * count, tile["BLOCK_M"]))](
+    width, exact = max(16, power_of_two(head_dim)), power_of_two(sinks.shape[1] + rings.shape[1] + count)
+    tile = tile_for(groups * count, (width,) * 3, query.element_size(), query.device)
+    if groups * count <= 16 and exact <= 128 >= width and query.element_size() == 2 and tile["BLOCK_N"] >= 64:
+        tile |= {"BLOCK_N": max(16, exact), "num_warps": 8, "num_stages": 1}  # one pass over all exact tokens
+    blocks = cdiv(groups * count, tile["BLOCK_M"])
+    _attend_full_precision_kernel[(requests * kv_heads, blocks)](
         query, key, value, sinks, rings,
-        part.tokens.contiguous(), part.num_computed_tokens, part.num_coded, part.ring_slots, table, out, lse,
+        tokens, part.num_computed_tokens, part.num_coded, part.ring_slots, recent, table, out, lse,
         query if sink_logits is None else sink_logits, output,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *sinks.stride()[:4], *rings.stride()[:4],
         *output.stride()[:2], table.stride(0), kv_heads, count, count if new else 0, scaling,
         GROUPS=groups, D=head_dim, SINKS=sinks.shape[1], RING=rings.shape[1],
-        BLOCK_D=max(16, power_of_two(head_dim)), **tile, SOFT_CAP=soft_cap or 0.0, HAS_OTHERS=others is not None,
-        HAS_LOGITS=sink_logits is not None, **({} if others is None else pdl_launch_options()),
+        BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0, HAS_OTHERS=others is not None,
+        HAS_LOGITS=sink_logits is not None, STORE=rings.shape[1] > 0 and blocks == 1,
+        **({} if others is None else pdl_launch_options()),
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count"])
-def _select_kernel(
-    key, value, stored, is_blank, out, k_time, k_head, v_time, v_head, count, D: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_STORED: tl.constexpr, HAS_BLANK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copies a token's key or value, WIDTH numbers of all heads, to out [2, count, WIDTH]. Grid (count, 2)."""
-    i, both = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    t, kept = i, True
-    if HAS_STORED:
-        t = tl.load(stored + i)
-    if HAS_BLANK:
-        kept = tl.load(is_blank + i) == 0
-    for start in range(0, WIDTH, BLOCK):
-        o = start + tl.arange(0, BLOCK)
-        m, head, o_d = o < WIDTH, o // D, o % D
-        if both == 0:
-            b_x = tl.load(key + t * k_time + head * k_head + o_d, mask=m & kept, other=0.0)
-        else:
-            b_x = tl.load(value + t * v_time + head * v_head + o_d, mask=m & kept, other=0.0)
-        tl.store(out + (both * count + i) * WIDTH + o, b_x, mask=m)
-
-
-def select(key: Tensor, value: Tensor, stored: Tensor | None, is_blank: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As that of `paged_reference`."""
-    if stored is None and is_blank is None:
-        return key, value
-    (tokens, heads, head_dim), key, value = key.shape, row_major(key), row_major(value)
-    out = key.new_empty(2, tokens if stored is None else len(stored), heads, head_dim)
-    if out.numel():
-        _select_kernel[(out.shape[1], 2)](
-            key, value, key if stored is None else stored, key if is_blank is None else is_blank, out,
-            *key.stride()[:2], *value.stride()[:2], out.shape[1], D=head_dim, WIDTH=heads * head_dim,
-            HAS_STORED=stored is not None, HAS_BLANK=is_blank is not None,
-            BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,
+    if rings.shape[1] and blocks > 1:
+        _store_kernel[(tokens.numel(), 2)](
+            key, value, rings, tokens, recent, *key.stride()[:2], *value.stride()[:2], *rings.stride()[1:4],
+            D=head_dim, WIDTH=kv_heads * head_dim, BLOCK=_block(kv_heads * head_dim), num_warps=4,
         )  # fmt: skip
-    return out[0], out[1]
 
 
-@triton.jit(do_not_specialize=["count"])
-def _put_kernel(pages, rows, places, page, group, page_bytes, count, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies the bytes of a group's field, for each of its heads, into a page. Grid (count, FIELDS).
-
-    rows and places: of each `Field`. page and group: int64 [count], where it goes.
-    """
-    i = tl.program_id(0).to(tl.int64)
-    pages += tl.load(page + i) * page_bytes
-    at = tl.load(group + i)
-    for f in tl.static_range(FIELDS):
-        if tl.program_id(1) == f:
-            start, heads = tl.load(places[f]), tl.load(places[f] + 1)
-            head_bytes, size = tl.load(places[f] + 2), tl.load(places[f] + 3)
-            for first in range(0, heads * size, BLOCK):
-                o = first + tl.arange(0, BLOCK)
-                m, head, byte = o < heads * size, o // size, o % size
-                b_x = tl.load(rows[f] + (head * count + i) * size + byte, mask=m)
-                tl.store(pages + start + head * head_bytes + at * size + byte, b_x, mask=m)
+def _block(width: int) -> int:
+    return min(_BLOCK, power_of_two(width))
 
 
-def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Codes]) -> None:
-    """As that of `paged_reference`."""
-    fields = [field for layout, new in codes for field in layout.fields_of(new, len(page))]
-    _put_kernel[(len(page), len(fields))](
-        pages, tuple(field.rows for field in fields), tuple(field.place for field in fields), page, place,
-        pages.stride(0), len(page), FIELDS=len(fields), BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+@triton.jit
+def _load_token(key, value, of_values, t, head, o_d, k_time, k_head, v_time, v_head, mask):
+    """Channels o_d of heads of the key of token t, or of its value."""
+    if of_values:
+        b_x = tl.load(value + t * v_time + head * v_head + o_d, mask=mask, other=0.0)
+    else:
+        b_x = tl.load(key + t * k_time + head * k_head + o_d, mask=mask, other=0.0)
+    return b_x
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _store_full_precision_kernel(
-    key, value, stored, places, k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, tokens,
-    D: tl.constexpr, WIDTH: tl.constexpr, AXES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _store_kernel(
+    key, value, rings, token, recent, k_time, k_head, v_time, v_head, r_token, r_both, r_head,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a token's key or value, WIDTH numbers of all heads, to its place. Grid (tokens, 2); keys, then values."""
-    t, both = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(places + t)
+    """Writes a token's key or value, WIDTH numbers of all heads, to its place in the rings. Grid (tokens, 2)."""
+    t, of_values = tl.load(token + tl.program_id(0)), tl.program_id(1)
+    place = tl.load(recent + t)
     if place >= 0:
-        if AXES == 2:
-            stored += place * s_page
-            place = tl.load(places + tokens + t)
-        stored += place * s_token + both * s_both
+        rings += place * r_token + of_values * r_both
         for start in range(0, WIDTH, BLOCK):
             o = start + tl.arange(0, BLOCK)
             m, head, o_d = o < WIDTH, o // D, o % D
-            if both == 0:
-                b_x = tl.load(key + t * k_time + head * k_head + o_d, mask=m)
-            else:
-                b_x = tl.load(value + t * v_time + head * v_head + o_d, mask=m)
-            tl.store(stored + head * s_head + o_d, b_x, mask=m)
+            b_x = _load_token(key, value, of_values, t, head, o_d, k_time, k_head, v_time, v_head, m)
+            tl.store(rings + head * r_head + o_d, b_x, mask=m)
 
 
-def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
-    """As that of `paged_reference`."""
-    (_, heads, head_dim), (axes, tokens), strides = key.shape, places.shape, stored.stride()
-    key, value = row_major(key), row_major(value)
-    _store_full_precision_kernel[(tokens, 2)](
-        key, value, stored, places, *key.stride()[:2], *value.stride()[:2], strides[0] if axes == 2 else 0,
-        *strides[axes - 1 : axes + 2], tokens, D=head_dim, WIDTH=heads * head_dim, AXES=axes,
-        BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,
+@triton.jit(do_not_specialize=["tokens", "selected", "requests"])
+def _prepare_kernel(
+    key, value, sinks, sink_places, rings, ring_copies, stored, is_blank, out,
+    k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, tokens, selected, requests, ring_size,
+    D: tl.constexpr, WIDTH: tl.constexpr, HAS_STORED: tl.constexpr, HAS_BLANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a new token, WIDTH numbers of all heads: its key or value to its place in `sinks`, if it is a sink, and that
+    of an encoded one to out [2, selected, WIDTH]; of a request its ring, ring_size numbers, if it is another one's.
+
+    Grid (tokens, 3): keys, values, rings.
+    """
+    pdl_launch_dependents()
+    i, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if role == 2:
+        if i < requests:
+            source, copy = tl.load(ring_copies + i), tl.load(ring_copies + requests + i)
+            if source != copy:
+                for start in range(0, ring_size, BLOCK):
+                    o = start + tl.arange(0, BLOCK)
+                    b_x = tl.load(rings + source * ring_size + o, mask=o < ring_size)
+                    tl.store(rings + copy * ring_size + o, b_x, mask=o < ring_size)
+    else:
+        page = tl.load(sink_places + i)
+        t, kept = i, i < selected
+        if HAS_STORED:
+            t = tl.load(stored + i, mask=kept, other=0)
+        if HAS_BLANK:
+            is_kept = tl.load(is_blank + i, mask=kept, other=1) == 0
+        else:
+            is_kept = kept
+        for start in range(0, WIDTH, BLOCK):
+            o = start + tl.arange(0, BLOCK)
+            m, head, o_d = o < WIDTH, o // D, o % D
+            b_x = _load_token(key, value, role, t, head, o_d, k_time, k_head, v_time, v_head, m & is_kept)
+            tl.store(out + (role * selected + i) * WIDTH + o, b_x, mask=m & kept)
+            if page >= 0:
+                p_sink = sinks + page * s_page + tl.load(sink_places + tokens + i) * s_token + role * s_both
+                b_x = _load_token(key, value, role, i, head, o_d, k_time, k_head, v_time, v_head, m)
+                tl.store(p_sink + head * s_head + o_d, b_x.to(sinks.dtype.element_ty), mask=m)
+
+
+def prepare(key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """As that of `kvcli.paged.reference`."""
+    (tokens, heads, head_dim), key, value = key.shape, row_major(key), row_major(value)
+    stored, is_blank, copies = batch.stored, batch.is_blank, batch.ring_copies
+    as_they_are = stored is None and is_blank is None
+    selected = tokens if stored is None else len(stored)
+    out = key.new_empty(2, 0 if as_they_are else selected, heads, head_dim)
+    _prepare_kernel[(tokens, 3)](
+        key, value, sinks, batch.sinks, rings, copies, key if stored is None else stored,
+        key if is_blank is None else is_blank, out, *key.stride()[:2], *value.stride()[:2], *sinks.stride()[:4],
+        tokens, out.shape[1], copies.shape[1], rings[0].numel(), D=head_dim, WIDTH=heads * head_dim,
+        HAS_STORED=stored is not None, HAS_BLANK=is_blank is not None, BLOCK=_block(heads * head_dim), num_warps=4,
+    )  # fmt: skip
+    return (key, value) if as_they_are else (out[0], out[1])
+
+
+@triton.jit(do_not_specialize=["count", "other_count"])
+def _put_kernel(
+    pages, rows, places, page, group, other_page, other_group, page_bytes, count, other_count,
+    FIELDS: tl.constexpr, ALL_FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the bytes of a group's field, for each of its heads, into a page. Grid (groups, ALL_FIELDS).
+
+    rows and places: of each `Field`. page and group: int64 [count], where groups of the first FIELDS go, and others.
+    """
+    pdl_launch_dependents()
+    i = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) >= FIELDS:
+        page, group, count = other_page, other_group, other_count
+    if i < count:
+        pages += tl.load(page + i) * page_bytes
+        at = tl.load(group + i)
+        pdl_wait()
+        for f in tl.static_range(ALL_FIELDS):
+            if tl.program_id(1) == f:
+                start, heads = tl.load(places[f]), tl.load(places[f] + 1)
+                head_bytes, size = tl.load(places[f] + 2), tl.load(places[f] + 3)
+                for first in range(0, heads * size, BLOCK):
+                    o = first + tl.arange(0, BLOCK)
+                    m, head, byte = o < heads * size, o // size, o % size
+                    b_x = tl.load(rows[f] + (head * count + i) * size + byte, mask=m)
+                    tl.store(pages + start + head * head_bytes + at * size + byte, b_x, mask=m)
+
+
+def put(pages: Tensor, *new: NewCodes) -> None:
+    """As that of `kvcli.paged.reference`."""
+    fields = [[*x.layout.fields_of(x.codes, len(x.page))] for x in new]
+    flat, (first, last), counts = [*chain(*fields)], (new[0], new[-1]), [len(x.page) for x in new]
+    _put_kernel[(max(counts), len(flat))](
+        pages, tuple(field.rows for field in flat), tuple(field.place for field in flat), first.page, first.place,
+        last.page, last.place, pages.stride(0), counts[0], counts[-1], FIELDS=len(fields[0]), ALL_FIELDS=len(flat),
+        BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(),
     )  # fmt: skip
 
 
@@ -237,9 +286,11 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies a token's key, WIDTH numbers of all heads, from the pass or from a ring. Grid (tokens,)."""
+    pdl_launch_dependents()
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(token + i)
     new = tl.load(is_new + i)
+    pdl_wait()
     for start in range(0, WIDTH, BLOCK):
         o = start + tl.arange(0, BLOCK)
         m, head, o_d = o < WIDTH, o // D, o % D
@@ -251,27 +302,11 @@ def _gather_kernel(
 
 
 def gather(key: Tensor, recent: Tensor, is_new: Tensor, token: Tensor) -> Tensor:
-    """As that of `paged_reference`."""
+    """As that of `kvcli.paged.reference`."""
     (_, heads, head_dim), key = key.shape, row_major(key)
     out = recent.new_empty(len(token), heads, head_dim)
     _gather_kernel[(len(token),)](
         key, recent, is_new, token, out, *key.stride()[:2], recent.stride(0), recent.stride(2), D=head_dim,
-        WIDTH=heads * head_dim, BLOCK=min(_BLOCK, power_of_two(heads * head_dim)), num_warps=4,
+        WIDTH=heads * head_dim, BLOCK=_block(heads * head_dim), num_warps=4, **pdl_launch_options(),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _copy_rings_kernel(rings, places, width, requests, BLOCK: tl.constexpr):
-    """Copies the ring of a request, `width` numbers, if it is another one's. Grid (requests,)."""
-    source = tl.load(places + tl.program_id(0))
-    copy = tl.load(places + requests + tl.program_id(0))
-    if source != copy:
-        for start in range(0, width, BLOCK):
-            o = start + tl.arange(0, BLOCK)
-            tl.store(rings + copy * width + o, tl.load(rings + source * width + o, mask=o < width), mask=o < width)
-
-
-def copy_rings(rings: Tensor, places: Tensor) -> None:
-    """As that of `paged_reference`."""
-    _copy_rings_kernel[(places.shape[1],)](rings, places, rings[0].numel(), places.shape[1], BLOCK=_BLOCK, num_warps=4)

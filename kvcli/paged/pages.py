@@ -85,6 +85,22 @@ class PageFields:
                 yield Field(rows, start, entries * width * dtype.itemsize, self._places[name])
 
 
+@dataclass(frozen=True)
+class NewCodes:
+    """Codes of n groups, and where they go.
+
+    Attributes:
+        page, place: which page and which of its groups, int64 [n].
+        layout: of the pages.
+        codes: each field [1, heads, entries of n groups, width].
+    """
+
+    page: Tensor
+    place: Tensor
+    layout: PageFields
+    codes: Codes
+
+
 class LayerEncoder:
     """Encodes new tokens of a layer.
 

@@ -1,4 +1,4 @@
-"""Attention to the exact tokens of requests, and where these are kept, in PyTorch: what `paged_kernels` is tested with.
+"""Attention to the exact tokens of requests, and where these are kept, in PyTorch, for tests of `kvcli.paged.kernels`.
 
 Sinks are [pages, sinks, 2, num_kv_heads, head_dim] and rings [rings, tokens, 2, num_kv_heads, head_dim], keys after
 RoPE and values.
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.reference import merge_state, partial_attention
-from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import PartialAttention
-from kvcli.paged.batch import UniformBatch
-from kvcli.paged.pages import PageFields
+from kvcli.paged.batch import Batch, UniformBatch
+from kvcli.paged.pages import NewCodes
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch, recent: Tensor,
     others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
     output: Tensor, *, new: bool,
 ) -> None:  # fmt: skip
-    """Writes attention of the new tokens of a part to its exact earlier tokens, merged with that to others.
+    """Writes attention of the new tokens of a part to its exact earlier tokens, merged with that to others; then
+    writes the new tokens to the rings.
 
     Args:
         query: of all new tokens, [tokens, num_heads, head_dim].
         key, value: the same of kv heads, in the dtype of the rings.
+        recent: as of `Batch`.
         others: attention to other tokens, float32 [requests, num_heads, count, ...].
         soft_cap, sink_logits: as of `PagedAttention`.
         output: [tokens, num_heads, head_dim], written.
@@ -47,45 +48,36 @@ def attend(
     if sink_logits is not None:
         out = out * torch.sigmoid(lse - sink_logits.float()[:, None]).unsqueeze(-1)
     output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+    tokens = part.tokens.flatten()
+    _store(key[tokens], value[tokens], rings.flatten(0, 1), recent[:, tokens])
 
 
-def select(key: Tensor, value: Tensor, stored: Tensor | None, is_blank: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values that are encoded, of new ones [tokens, num_kv_heads, head_dim]; zeros for blank tokens.
-
-    Args:
-        stored, is_blank: as of `Batch`; None for `is_blank`: no token.
-    """
-    if stored is not None:
-        key, value = key[stored], value[stored]
-    if is_blank is not None:
-        key, value = (x.masked_fill(is_blank[:, None, None], 0) for x in (key, value))
-    return key, value
-
-
-def put(pages: Tensor, page: Tensor, place: Tensor, *codes: tuple[PageFields, Codes]) -> None:
-    """Writes the codes of n groups into pages uint8 [pages, bytes].
-
-    Args:
-        page, place: int64 [n], which page and which of its groups.
-        codes: each field [1, heads, entries of n groups, width].
-    """
-    for fields, new in codes:
-        for field in fields.fields_of(new, len(page)):
-            heads, _, size = field.rows.shape
-            stored = pages[:, field.start : field.start + heads * field.head_bytes].unflatten(1, (heads, -1, size))
-            stored[page, :, place] = field.rows.transpose(0, 1)
-
-
-def store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
-    """Writes new tokens to their places.
+def prepare(key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Copies rings, writes new sinks, and returns the keys and values that are encoded, zeros for blank tokens.
 
     Args:
         key, value: of all new tokens, [tokens, num_kv_heads, head_dim].
-        stored: [..., 2, num_kv_heads, head_dim], written.
-        places: int64 [axes, tokens], of each token that is stored; below 0 for others.
+        sinks, rings: of the layer, written.
+        batch: says which ones.
     """
-    kept = (places[0] >= 0).nonzero().squeeze(1)
-    stored[tuple(places[:, kept])] = torch.stack((key[kept], value[kept]), 1)
+    source, copy = batch.ring_copies[:, batch.ring_copies[0] != batch.ring_copies[1]]
+    if len(source):
+        rings[copy] = rings[source]
+    _store(key, value, sinks, batch.sinks)
+    if batch.stored is not None:
+        key, value = key[batch.stored], value[batch.stored]
+    if batch.is_blank is not None:
+        key, value = (x.masked_fill(batch.is_blank[:, None, None], 0) for x in (key, value))
+    return key, value
+
+
+def put(pages: Tensor, *new: NewCodes) -> None:
+    """Writes codes into pages uint8 [pages, bytes]."""
+    for x in new:
+        for field in x.layout.fields_of(x.codes, len(x.page)):
+            heads, _, size = field.rows.shape
+            stored = pages[:, field.start : field.start + heads * field.head_bytes].unflatten(1, (heads, -1, size))
+            stored[x.page, :, x.place] = field.rows.transpose(0, 1)
 
 
 def gather(key: Tensor, recent: Tensor, is_new: Tensor, token: Tensor) -> Tensor:
@@ -100,8 +92,13 @@ def gather(key: Tensor, recent: Tensor, is_new: Tensor, token: Tensor) -> Tensor
     return key[new].to(recent.dtype).where(is_new[:, None, None], recent[old, 0])
 
 
-def copy_rings(rings: Tensor, places: Tensor) -> None:
-    """Copies rings [rings, tokens, 2, num_kv_heads, head_dim] to others, from places[0] to places[1], int64."""
-    source, copy = places[:, places[0] != places[1]]
-    if len(source):
-        rings[copy] = rings[source]
+def _store(key: Tensor, value: Tensor, stored: Tensor, places: Tensor) -> None:
+    """Writes new tokens to their places.
+
+    Args:
+        key, value: [tokens, num_kv_heads, head_dim].
+        stored: [..., 2, num_kv_heads, head_dim], written.
+        places: int64 [axes, tokens], of each token that is stored; below 0 for others.
+    """
+    kept = (places[0] >= 0).nonzero().squeeze(1)
+    stored[tuple(places[:, kept])] = torch.stack((key[kept], value[kept]), 1).to(stored.dtype)

@@ -192,6 +192,7 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     from kvcli.methods.pages import PageTable
     from kvcli.paged import kernels as paged_kernels
     from kvcli.paged.batch import UniformBatch
+    from kvcli.paged.pages import NewCodes
     from kvcli.rope import NoRope, TokenRotations
 
     query, key = (torch.empty(640, heads, spec.head_dim, dtype=dtype) for heads in (spec.num_heads, spec.num_kv_heads))
@@ -202,17 +203,20 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
         part = UniformBatch(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
         others = torch.empty(1, spec.num_heads, count, spec.head_dim), torch.empty(1, spec.num_heads, count)
         for new, state in ((True, None), (False, others)):
-            paged_kernels.attend(query, key, key, stored[:, :4], stored, part, state, 1.0, None, None, query, new=new)
-    for axes in (1, 2):
-        paged_kernels.store(key, key, stored, torch.zeros(axes, len(key), dtype=torch.int64))
-    paged_kernels.copy_rings(stored, torch.zeros(2, 1, dtype=torch.int64))
-    group = torch.ones(32, dtype=torch.bool), torch.zeros(32, dtype=torch.int64)
-    paged_kernels.gather(key, stored.flatten(0, 1), *group)
-    paged_kernels.select(key, key, torch.zeros(7, dtype=torch.int64), torch.zeros(7, dtype=torch.bool))
+            paged_kernels.attend(
+                query, key, key, stored[:, :4], stored, part, row, state, 1.0, None, None, query, new=new
+            )
+    blank, index = torch.zeros(7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64)
+    batch: Any = SimpleNamespace(
+        stored=index, is_blank=blank, sinks=index.expand(2, -1), ring_copies=index[:1].expand(2, 1)
+    )
+    paged_kernels.prepare(key, key, stored[:, :4], stored, batch)
+    paged_kernels.gather(key, stored.flatten(0, 1), torch.ones(32, dtype=torch.bool), index[:1].expand(32))
     rows = (torch.empty(heads, 3, size, dtype=torch.uint8) for heads, size in ((1, 272), (8, 1)))
     fields = [SimpleNamespace(rows=x, place=torch.zeros(4, dtype=torch.int32)) for x in rows]
-    layout, pages = SimpleNamespace(fields_of=lambda *codes: fields), torch.empty(2, 20480, dtype=torch.uint8)
-    paged_kernels.put(pages, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), (layout, None))
+    layout: Any = SimpleNamespace(fields_of=lambda *codes: fields)
+    new = NewCodes(index[:3], index[:3], layout, layout)
+    paged_kernels.put(torch.empty(2, 20480, dtype=torch.uint8), new, new)
 
 
 def launch_encoders(codec: Any, unrotate: Any, seam: Any, dtype: torch.dtype) -> None:

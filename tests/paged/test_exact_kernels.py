@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvcli.methods.pages import PageTable
 from kvcli.paged import kernels as paged_kernels
 from kvcli.paged import reference as paged_reference
 from kvcli.paged.batch import UniformBatch
-from kvcli.paged.pages import PageFields
+from kvcli.paged.pages import NewCodes, PageFields
 from kvcli.rope import NoRope, TokenRotations
 
 PAGE = 32
@@ -70,65 +71,84 @@ def test_attention_is_that_of_the_reference(
     logits = random(heads) if extra.get("logits") else None
     state = random(4, heads, count, width), random(4, heads, count)
     state[0][1], state[1][1] = 0.0, float("-inf")
-    found = []
+    recent = torch.full((1, tokens), -1, device=DEVICE)
+    stored = part.tokens[2:].flip(1)[:, : min(ring, 5)]  # the last ones; those of the first requests are not stored
+    recent[0, stored] = part.ring_slots[2:, None] * ring + torch.arange(stored.shape[1], device=DEVICE) * 2 % max(
+        ring, 1
+    )
+    found, kept = [], []
     for exact in MODULES:
-        output = torch.full((tokens, heads, width), 7.0, dtype=dtype, device=DEVICE)
+        output, written = torch.full((tokens, heads, width), 7.0, dtype=dtype, device=DEVICE), rings.clone()
         exact.attend(
-            query, key, value, pages, rings, part, state if others else None, 0.3, extra.get("soft_cap"), logits,
-            output, new=new,
+            query, key, value, pages, written, part, recent, state if others else None, 0.3, extra.get("soft_cap"),
+            logits, output, new=new,
         )  # fmt: skip
         found.append(output)
+        kept.append(written)
+    torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
+    for place, token in zip(recent[0, stored].flatten(), stored.flatten(), strict=True):
+        assert torch.equal(kept[1].flatten(0, 1)[place], torch.stack((key[token], value[token])))
+    assert len(stored.flatten()) == 2 * min(ring, count, 5)
     assert (found[1] == 7.0).all(2).all(1).sum() == 3
     assert not found[0].isnan().any()
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
-def test_tokens_are_stored_as_in_the_reference(kv_heads: int, width: int) -> None:
-    torch.manual_seed(0)
-    qkv = random(6, 3 * kv_heads, width)
-    key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
-    for shape, places in (
-        ((5, 3, 2, kv_heads, width), [[4, -1, 0, -1, 4, -1], [2, -1, 0, -1, 0, -1]]),
-        ((9, 2, kv_heads, width), [[8, -1, 0, 3, -1, 4]]),
-    ):
-        found = []
-        for exact in MODULES:
-            stored = torch.zeros(shape, device=DEVICE)
-            exact.store(key, value, stored, torch.tensor(places, device=DEVICE))
-            found.append(stored)
-        assert torch.equal(*found)
-        assert found[0].any(-1).any(-1).all(-1).sum() == sum(x >= 0 for x in places[0])
+def batch_of(stored: list[int] | None, blank: list[int] | None, sinks: list[list[int]], copies: list[list[int]]) -> Any:
+    """What `prepare` reads of a batch."""
+    return SimpleNamespace(
+        stored=None if stored is None else torch.tensor(stored, dtype=torch.int64, device=DEVICE),
+        is_blank=None if blank is None else torch.tensor(blank, dtype=torch.bool, device=DEVICE),
+        sinks=torch.tensor(sinks, device=DEVICE),
+        ring_copies=torch.tensor(copies, device=DEVICE),
+    )
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
 @pytest.mark.parametrize(("kv_heads", "width"), [(2, 16), (3, 20), (1, 80)])
-def test_what_is_encoded_is_selected_as_in_the_reference(kv_heads: int, width: int) -> None:
-    """Of new tokens, which are not contiguous; blank ones, whose numbers may be NaN, are zeros."""
+@pytest.mark.parametrize(
+    ("stored", "blank"),
+    [(None, [0, 1, 0, 1, 0, 0]), ([5, 3, 0], [0, 1, 0]), ([5, 0, 1, 1], None), (None, None), ([], [])],
+)
+def test_new_tokens_are_prepared_as_in_the_reference(
+    stored: list[int] | None, blank: list[int] | None, kv_heads: int, width: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """New tokens are not contiguous; blank ones, whose numbers may be NaN, are zeros; sinks and rings of a dtype."""
     torch.manual_seed(0)
-    qkv = random(6, 3 * kv_heads, width, dtype=torch.float16)
+    qkv = random(6, 3 * kv_heads, width, dtype=dtypes[0])
     qkv[3] = float("nan")
     key, value = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
-    cases: list[Any] = [
-        (None, [0, 1, 0, 1, 0, 0]),
-        ([5, 3, 0], [0, 1, 0]),
-        ([5, 0, 1, 1], None),
-        (None, None),
-        ([], []),
-    ]
-    for stored, blank in cases:
-        where = [
-            None if x is None else torch.tensor(x, dtype=kind, device=DEVICE)
-            for x, kind in ((stored, torch.int64), (blank, torch.bool))
-        ]
-        found = [module.select(key, value, *where) for module in MODULES]
-        for i, new in enumerate((key, value)):
-            expected = new.clone() if stored is None else new[where[0]]
-            if blank is not None:
-                expected[where[1]] = 0
-            for ours in found:
-                assert ours[i].dtype == torch.float16
-                torch.testing.assert_close(ours[i], expected, rtol=0, atol=0, equal_nan=True)
+    sinks, rings = random(5, 3, 2, kv_heads, width, dtype=dtypes[1]), random(6, 7, 2, kv_heads, width, dtype=dtypes[1])
+    batch = batch_of(stored, blank, [[4, -1, 0, -1, 4, -1], [2, -1, 0, -1, 0, -1]], [[1, 2, 2, 5], [1, 4, 2, 0]])
+    found = []
+    for module in MODULES:
+        written = sinks.clone(), rings.clone()
+        found.append((*module.prepare(key, value, *written, batch), *written))
+    for i, new in enumerate((key, value)):
+        expected = new.clone() if stored is None else new[batch.stored]
+        if blank is not None:
+            expected[batch.is_blank] = 0
+        for ours in found:
+            assert ours[i].dtype == dtypes[0]
+            torch.testing.assert_close(ours[i], expected, rtol=0, atol=0, equal_nan=True)
+    expected = sinks.clone()
+    for token, page, place in ((0, 4, 2), (2, 0, 0), (4, 4, 0)):
+        expected[page, place] = torch.stack((key[token], value[token])).to(dtypes[1])
+    assert all(torch.equal(ours[2], expected) for ours in found)
+    assert all(torch.equal(ours[3], rings[[5, 1, 2, 3, 2, 5]]) for ours in found)
+
+
+@pytest.mark.parametrize(("sinks", "ring"), [(0, 5), (2, 0)])
+def test_nothing_is_kept_where_there_is_no_place(sinks: int, ring: int) -> None:
+    key = random(2, 1, 16)
+    pages, rings = random(3, sinks, 2, 1, 16), random(4, ring, 2, 1, 16)
+    for module in MODULES:
+        written = pages.clone(), rings.clone()
+        selected = module.prepare(key, key, *written, batch_of(None, [1, 0], [[-1, -1]] * 2, [[1, 3], [1, 3]]))
+        assert torch.equal(selected[1], torch.stack((torch.zeros_like(key[0]), key[1])))
+        assert torch.equal(written[0], pages)
+        assert torch.equal(written[1], rings)
 
 
 def test_codes_are_put_into_pages_as_in_the_reference() -> None:
@@ -146,7 +166,7 @@ def test_codes_are_put_into_pages_as_in_the_reference() -> None:
         found = []
         for module in MODULES:
             pages = torch.full((7, start + 16), 99, dtype=torch.uint8, device=DEVICE)
-            module.put(pages, page, place, *codes)
+            module.put(pages, *(NewCodes(page, place, x, new) for x, new in codes))
             found.append(pages)
         assert torch.equal(*found)
         assert all((beside == 99).all() for beside in (found[1][:, :16], found[1][:, start:], found[1][[1, 2, 4, 5]]))
@@ -169,7 +189,7 @@ def test_codes_of_other_groups_are_not_put_into_pages() -> None:
     for count, match in ((4, "for 3 groups"), (2, "for 3 groups")):
         for module in MODULES:
             with pytest.raises(ValueError, match=match):
-                module.put(pages, page, page, (fields, codec.encode(random(1, 2, count, 64), None)))
+                module.put(pages, NewCodes(page, page, fields, codec.encode(random(1, 2, count, 64), None)))
     assert not pages.any()
 
 
@@ -190,11 +210,26 @@ def test_groups_are_gathered_as_in_the_reference(kv_heads: int, width: int) -> N
         assert torch.equal(found[0][4], key[3].to(dtype))
 
 
-def test_rings_are_copied_as_in_the_reference() -> None:
-    for ring in (5, 0):
-        rings, places = random(6, ring, 2, 3, 20), torch.tensor([[1, 2, 2, 5], [1, 4, 2, 0]], device=DEVICE)
-        found = [rings.clone(), rings.clone()]
-        for exact, mine in zip(MODULES, found, strict=True):
-            exact.copy_rings(mine, places)
+def test_groups_of_keys_and_their_values_go_to_places_of_their_own() -> None:
+    """Four tokens' values and two groups' keys, and one token's value beside three groups."""
+    torch.manual_seed(0)
+    key, value = make_codec("kivi", 2, 2, 32)[1].key, make_codec("kivi", 2, 2, 32)[1].value
+    keys = PageFields(key, torch.float32, DEVICE, 64)
+    values = PageFields(value, torch.float32, DEVICE, 64, keys.stop)
+    for tokens, groups in ((4, 2), (1, 3)):
+        places = [torch.tensor(x, device=DEVICE) for x in ([6, 0, 3, 6][:tokens], [63, 0, 7, 1][:tokens])]
+        others = [torch.tensor(x, device=DEVICE) for x in ([2, 6, 0][:groups], [1, 0, 1][:groups])]
+        new = (
+            NewCodes(*places, values, value.encode(random(1, 2, tokens, 32), None)),
+            NewCodes(*others, keys, key.encode(random(1, 2, 32 * groups, 32), None)),
+        )
+        found = []
+        for module in MODULES:
+            pages = torch.full((7, values.stop), 99, dtype=torch.uint8, device=DEVICE)
+            module.put(pages, *new)
+            found.append(pages)
         assert torch.equal(*found)
-        assert torch.equal(found[0], rings[[5, 1, 2, 3, 2, 5]])
+        for where, x in zip((places, others), new, strict=True):
+            for name, field in x.layout.view(found[1]).tensors().items():
+                stored = field.unflatten(2, (64 // x.layout.group, -1))[where[0], :, where[1]]
+                assert torch.equal(stored.transpose(0, 1).flatten(1, 2), x.codes.tensors()[name][0])

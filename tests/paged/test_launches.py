@@ -64,7 +64,7 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         yield layers
 
 
-@pytest.mark.parametrize(("name", "most"), [("kivi-2", 13), ("klt", 16)])
+@pytest.mark.parametrize(("name", "most"), [("kivi-2", 9), ("klt", 13)])
 def test_a_layer_of_a_step_launches_few_kernels(
     name: str, most: int, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,10 +52,11 @@ def _analyse_kernel(
     m_d, m_w = o_d < D, o_w < W
     m_n, i_b, i_t = _tokens(first + block, length, total, BLOCK_T)
     p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
-    b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    b_x = b_x - tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
+    b_mean = tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)
     p_rows = inverse + i_h * (D * D) + (f * W + o_w)[None, :] * D + o_d[:, None]
     b_rows = tl.load(p_rows, mask=m_d[:, None] & m_w[None, :], other=0.0)
+    pdl_wait()
+    b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32) - b_mean[None, :]
     b_y = tl.dot(b_x, b_rows, input_precision="tf32x3")  # has the precision of float32
     y += (i_h * tl.num_programs(0) + block) * (BLOCK_T * D) + f * W
     tl.store(y + tl.arange(0, BLOCK_T)[:, None] * D + o_w[None, :], b_y, mask=m_w[None, :])
@@ -113,6 +114,7 @@ def _encode_kernel(
     NOTE: peak, float32 [], grows to the largest root mean square if that is near the largest gain that is stored. TRY:
     as `_KLT.searches_gain`; UNBIASED: as `_KLT.unbiased`.
     """
+    pdl_launch_dependents()
     block, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_w, o_t = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_T)
     m_w = o_w < W
@@ -260,7 +262,7 @@ def encode_tokens(
         count = min(most, blocks - first)
         _analyse_kernel[(count, BANDS, heads)](
             x, inverse, mean, y, *x.stride()[:3], first, length, batch * length,
-            BLOCK_D=max(16, power_of_two(head_dim)), **sizes, **tile,
+            BLOCK_D=max(16, power_of_two(head_dim)), **sizes, **tile, **pdl_launch_options(),
         )  # fmt: skip
         _encode_kernel[(count * parts, heads)](
             y, weights, fields, packed, gain, x if peak is None else peak, codes, packed.stride(0), packed.stride(2),

@@ -234,6 +234,7 @@ def _transform_kernel(
     Grid (batch * num_kv_heads, ceil(D / BLOCK_C), ceil(rows / BLOCK_M)). coded, out float32 [batch, num_kv_heads,
     rows, D]; lse float32 [batch, num_kv_heads, rows]; basis float32 [num_kv_heads, D, D], mean [num_kv_heads, D].
     """
+    pdl_launch_dependents()
     i_h = tl.program_id(0) % num_kv_heads
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_k, o_c = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

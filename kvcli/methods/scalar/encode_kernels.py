@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.words import FP16_MAX, TINY, as_decoded
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.packing import planes_size
@@ -63,10 +64,13 @@ def _per_channel_kernel(
 ):  # fmt: skip
     """Codes, scales and zeros per channel of one group of G tokens of one head; grid (groups, batch * heads).
 
+    Those of zeros, which pages encode while a group of keys is open, are zeros, without what they would be computed by.
+
     x [batch, heads, groups * G, D] float, strides stride_*; written: packed int16 [batch, heads, groups * G, WORDS],
     scales and zeros float16 [batch, heads, groups, D]. BITS per code; BLOCK_G and BLOCK_W are G and WORDS padded. NOTE
     as of `_per_token_kernel`.
     """
+    pdl_launch_dependents()
     LEVELS: tl.constexpr = (1 << BITS) - 1
     i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t = tl.arange(0, BLOCK_G)[:, None, None]
@@ -76,20 +80,30 @@ def _per_channel_kernel(
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = (o_t < G) & m_c
     base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
+    p_s = (i_row * groups + i_group) * D + o_c
+    p_w = packed + (i_row * groups + i_group) * G * WORDS + o_t * WORDS + o_w
+    m_w = (o_t < G) & (o_w < WORDS)
+    pdl_wait()
     b_x = tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0)
+    is_some = b_x.to(tl.float32).to(tl.int32, bitcast=True) != 0
+    some = tl.max(tl.max(tl.max(is_some.to(tl.int32), axis=2), axis=1), axis=0)
+    if some == 0:
+        zero = tl.zeros([1, 16 // BITS, BLOCK_W], tl.float16)
+        tl.store(scales + p_s, zero, mask=m_c)
+        tl.store(zeros + p_s, zero, mask=m_c)
+        tl.store(p_w, tl.zeros([BLOCK_G, 1, BLOCK_W], tl.int16), mask=m_w)
+        return
     if NOTE:
         _note(b_x, peak)
     b_x = clamp_to_fp16(b_x)
     low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
     high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
     scale, zero = affine_scale(low, high, LEVELS)
-    p_s = (i_row * groups + i_group) * D + o_c
     tl.store(scales + p_s, scale, mask=m_c)
     tl.store(zeros + p_s, zero, mask=m_c)
     codes = tl.where(m_x, affine_codes(b_x, scale, zero, LEVELS), 0.0).to(tl.int32)
     words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
-    p_w = (i_row * groups + i_group) * G * WORDS + o_t * WORDS + o_w
-    tl.store(packed + p_w, words.to(tl.int16), mask=(o_t < G) & (o_w < WORDS))
+    tl.store(p_w, words.to(tl.int16), mask=m_w)
 
 
 @triton.jit(
@@ -113,6 +127,7 @@ def _per_token_kernel(
     zeros hold the codes of a row's tokens from its first on. NOTE: peak, float32 [], grows to the largest magnitude of
     x, if that is beyond what 1-bit codes hold.
     """
+    pdl_launch_dependents()
     LEVELS: tl.constexpr = (1 << BITS) - 1
     GROUPS: tl.constexpr = D // G
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
@@ -124,6 +139,7 @@ def _per_token_kernel(
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = m_t & m_c
     slot = o_t
+    pdl_wait()
     if IN_PLACE:
         o_t += tl.load(first + i_b, mask=m_t, other=0)
         slot = sinks + o_t % ring
@@ -173,7 +189,7 @@ def quantize_per_channel(
         _per_channel_kernel[(groups, batch * heads)](
             x, packed, scale, zero, x if peak is None else peak, *x.stride()[:3], heads, groups, NOTE=peak is not None,
             BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_G=block,
-            BLOCK_W=power_of_two(words), num_warps=tile_warps(block * channels),
+            BLOCK_W=power_of_two(words), num_warps=tile_warps(block * channels), **pdl_launch_options(),
         )  # fmt: skip
     return packed.view(torch.uint8), scale, zero
 
@@ -227,7 +243,7 @@ def encode_per_token(
         *out[1].stride()[:2], heads, time, tokens, *((0, 1) if place is None else place[1:]),
         BITS=n_bits, G=group_size, D=channels, WORDS=target.shape[-1], BLOCK_T=block,
         BLOCK_W=power_of_two(target.shape[-1]), IN_PLACE=place is not None, NOTE=peak is not None,
-        num_warps=tile_warps(block * width),
+        num_warps=tile_warps(block * width), **pdl_launch_options(),
     )  # fmt: skip
 
 
