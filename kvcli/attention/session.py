@@ -41,7 +41,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import not_finite
-from kvcli.models.weights import weights_identity
+from kvcli.models.weights import config_values, weights_identity
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.rope import Rope
@@ -192,6 +192,7 @@ class Session:
                 config=self.config.model_dump(mode="json"),
                 layers=sorted(self.layers),
                 codecs=codecs_identity(self.codecs, self._fitted),
+                model_config=config_values(self.model),
             )
         known, rope = self._known, self.rope
         return known if rope.switch is None else replace(known, rope=rope.for_length(length).frequencies())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, field
 from itertools import chain
 from typing import Any
 
@@ -36,6 +36,7 @@ class CacheIdentity:
         model: name of the model, for people; it is not compared.
         fingerprint: of the model that artifacts are for, see `kvcli.models.fingerprint`.
         weights: of all weights and active adapters, see `kvcli.models.weights`.
+        model_config: what `config_values` there gives; values that only one of two identities has are not compared.
         rope: what `Rope.frequencies` gives.
         config: its settings, those of the cache included.
         layers: indices of the layers that the method compresses.
@@ -45,6 +46,7 @@ class CacheIdentity:
         chat_template: sha256 of the chat template, or empty without one; None where it is not known.
         reading: in which passes the tokens were read, and for whom, if that matters; None where it does not, which is
             content with any.
+        page_size: tokens of a page, of what an engine keeps in pages; 0 for the cache of a session.
     """
 
     model: str
@@ -59,15 +61,13 @@ class CacheIdentity:
     tokenizer: str | None = None
     chat_template: str | None = None
     reading: str | None = None
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    page_size: int = 0
 
     def difference(self, other: CacheIdentity) -> str | None:
         """Why what another cache holds means something else here: a clause after "it was made"; None if it does not."""
-        alike = self.weights == other.weights or self.dtype != other.dtype
-        reason = differs(self.fingerprint, other.fingerprint) or (None if alike else _OTHER_WEIGHTS)
-        if reason is not None:
-            return f"with another model, {other.model}: {reason}"
-        if self.dtype != other.dtype:
-            return f"with the model in {other.dtype}, which is in {self.dtype} here"
+        if (reason := self._other_model(other)) is not None:
+            return reason
         if not _close(_numbers(self.rope), _numbers(other.rope), _ROUNDING):
             return "with other RoPE frequencies"
         if self.method != other.method:
@@ -87,14 +87,30 @@ class CacheIdentity:
             return "with another artifact"
         if not _close(self.codecs.get("sample", []), other.codecs.get("sample", []), _BUFFER_ROUNDING):
             return "with codecs of other projections or tables"
+        if self.page_size != other.page_size:
+            return f"in pages of {other.page_size} tokens" if other.page_size else "by a session, not in pages"
         for name in ("tokenizer", "chat_template"):
             if len({getattr(self, name), getattr(other, name)} - {None}) > 1:
                 return f"with another {name.replace('_', ' ')}"
         return "by other passes" if self.reading not in (None, other.reading) else None
 
+    def _other_model(self, other: CacheIdentity) -> str | None:
+        alike = self.weights == other.weights or self.dtype != other.dtype
+        reason = differs(self.fingerprint, other.fingerprint) or (None if alike else _OTHER_WEIGHTS)
+        if reason is not None:
+            return f"with another model, {other.model}: {reason}"
+        for name in sorted(self.model_config.keys() & other.model_config.keys()):
+            if (ours := self.model_config[name]) != (theirs := other.model_config[name]):
+                what = f"{theirs}, which is {ours} here" if len(f"{theirs}{ours}") <= 40 else "of other values"
+                return f"with another model, {other.model}: with a {name} in its config of {what}"
+        if self.dtype != other.dtype:
+            return f"with the model in {other.dtype}, which is in {self.dtype} here"
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {name: x for name, x in asdict(self).items() if name != "reading" or x is not None}
+        optional = {"reading", "model_config", "page_size"}
+        return {name: x for name, x in asdict(self).items() if x or name not in optional}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheIdentity:

@@ -1,4 +1,4 @@
-"""Identifies all that a model computes with: a sample of every weight, and the adapters that are active.
+"""Identifies all that a model computes with: a sample of every weight, active adapters, and values of the config.
 
 Contexts depend on it; artifacts depend on less (`fingerprint.py`). An adapter counts by its tensors and factors, not by
 its name, and where it is active: a model whose adapters are disabled is the model without them.
@@ -14,9 +14,19 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 _NUMBERS = 512
 """Of a weight that are looked at, up to twice as many; 8B weights take 6 ms on an H200, 13 ms on a CPU core."""
+
+_NOT_COMPUTED_WITH = {
+    *PreTrainedConfig().to_dict(),
+    "use_cache",
+    "pretraining_tp",
+    "quantization_config",
+    "torch_dtype",
+}
+_NOT_COMPUTED_WITH_ENDS = ("token_id", "token_ids", "dropout", "_drop", "_pdrop", "initializer_range", "aux_loss_coef")
 
 _LIBRARIES = ("torch", "transformers", "peft")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,6 +45,27 @@ def weights_identity(model: nn.Module) -> str:
     for parts in samples.values():
         digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.hexdigest(16)
+
+
+def config_values(model: nn.Module) -> dict[str, Any]:
+    """What a model's config says of how it computes, as plain JSON values by dotted names; empty without a config.
+
+    Windows, factors and epsilons are in no weight. Names of tokens, files and labels are left out, and what training
+    alone uses.
+    """
+    config = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return dict(_flat(json.loads(json.dumps(values, default=str), parse_constant=str), ""))
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, x in values.items():
+        if name in _NOT_COMPUTED_WITH or name.startswith("output_") or name.endswith(_NOT_COMPUTED_WITH_ENDS):
+            continue
+        if isinstance(x, dict):
+            yield from _flat(x, f"{prefix}{name}.")
+        else:
+            yield prefix + name, x
 
 
 def _active(module: nn.Module, seen: set[int]) -> Iterator[Any]:

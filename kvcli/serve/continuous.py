@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from prometheus_client import Gauge
 from torch import Tensor
 
+from kvcli.cache.identity import CacheIdentity
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
 from kvcli.paged.model import PagedModel
@@ -92,7 +93,7 @@ class ContinuousEngine(JobThread):
         if max_model_len is not None and max_model_len > model.max_length:
             raise UsageError(f"pages hold {model.max_length} tokens, not {max_model_len}; give them more memory")
         self.max_length = max_model_len or model.max_length
-        self.reading = f"pages of {model.page_size}, {LONG_PASS} at once"
+        self.reading = f"{LONG_PASS} pages at once"
         self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
         self._running, self._rings = list[Request](), [*range(1, model.num_rings + 1)]
         if self.contexts.store is not None:
@@ -100,6 +101,9 @@ class ContinuousEngine(JobThread):
         self.metrics.of_vllm(Gauge, "kv_cache_usage_perc").set_function(self._usage)
         self.metrics.hot_bytes.set_function(lambda: self._pool.num_used * model.page_bytes)
         self._thread.start()
+
+    def identity_of(self, owner: str, length: int = 1) -> CacheIdentity:
+        return replace(super().identity_of(owner, length), page_size=self.model.page_size)
 
     def _answer(self) -> bool:
         with self._changed:

@@ -13,14 +13,16 @@ import pytest
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
 from factories import WINDOW, load, make_model
+from families import make
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import kvcli
+from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
 from kvcli.models.fingerprint import differs, fingerprint
-from kvcli.models.weights import weights_identity
+from kvcli.models.weights import config_values, weights_identity
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 from kvcli.serve.prefixes import Prefixes
@@ -189,3 +191,47 @@ def test_the_identity_that_stored_contexts_have_stays() -> None:
         for x in model.parameters():
             x.copy_(torch.arange(x.numel()).view_as(x))
     assert weights_identity(model) == "dcb2426c7f320f1a9551a16810d6526b"
+
+
+OTHER_CONFIGS: list[tuple[str, str, Any]] = [
+    ("llama", "rms_norm_eps", 1e-2),
+    ("llama", "hidden_act", "gelu"),
+    ("granite", "residual_multiplier", 0.5),
+    ("gemma2", "query_pre_attn_scalar", 64),
+    ("gemma3_text", "sliding_window", 16),
+    ("gemma3_text", "rope_parameters", {"sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "value"), OTHER_CONFIGS)
+def test_a_context_belongs_to_what_the_config_says_of_how_a_model_computes(family: str, name: str, value: Any) -> None:
+    """The weights are the same; windows, factors and epsilons are in none of them."""
+    model = make(family)
+    if isinstance(value, dict):
+        value = {**getattr(model.config, name), **value}
+    other = make(family, **{name: value})
+    other.load_state_dict(model.state_dict())
+    assert weights_identity(other) == weights_identity(model)
+    with kvcli.attach(model, "rtn-4", **WINDOW) as session:
+        cache = session.new_cache()
+        model(IDS, **with_cache(cache))
+        context = cache.context(IDS)
+        assert session.check_context(context)
+    with kvcli.attach(other, "rtn-4", **WINDOW) as session, pytest.raises(CacheError, match=f"with a {name}"):
+        session.load_cache(context)
+
+
+def test_what_a_newer_library_adds_to_a_config_refuses_no_context() -> None:
+    model = make_model("llama")
+    values = config_values(model)
+    assert values["rms_norm_eps"] == model.config.rms_norm_eps
+    assert values["rope_parameters.rope_theta"] == model.config.rope_parameters["rope_theta"]
+    assert not {"transformers_version", "dtype", "use_cache", "bos_token_id", "attention_dropout"} & values.keys()
+    assert config_values(nn.Linear(2, 2)) == {}
+    with kvcli.attach(model, "rtn-4") as session:
+        ours = session.identity()
+    newer = replace(ours, model_config={**values, "new_feature": 1})
+    older = replace(ours, model_config={})
+    assert {ours.difference(newer), newer.difference(ours), ours.difference(older), older.difference(ours)} == {None}
+    assert CacheIdentity.from_dict(newer.to_dict()) == newer
+    assert "model_config" not in older.to_dict()

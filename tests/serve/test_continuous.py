@@ -21,7 +21,9 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.graphs import Graphs
 from kvcli.cache.identity import CacheIdentity
+from kvcli.contexts import ContextStore, identity_of
 from kvcli.errors import CacheError, UsageError
+from kvcli.models.fingerprint import text_identity
 from kvcli.paged.attention import PagedAttention
 from kvcli.paged.captured import CapturedPasses
 from kvcli.paged.model import PagedModel
@@ -333,6 +335,29 @@ def test_contexts_are_found_after_a_restart(method: str, tmp_path: Path) -> None
         assert served.counted("kvcli_contexts_stored_total", written="true") == 1  # the other one
     assert [text for text, _ in found] == alone
     assert [count for _, count in found] == [512, 256, 512, 0]
+
+
+def test_a_context_in_pages_is_no_context_of_a_session(tmp_path: Path) -> None:
+    """Nor the other way round: neither can go on from the other's, and both read the prompt."""
+    prompt = TEXT * 5
+    with serving_together(store=tmp_path) as served:
+        served.complete(prompt, 1)
+    store, loaded = ContextStore(tmp_path), tiny()
+    (context,) = store.contexts()
+    ids = torch.tensor([loaded.tokenizer(prompt).input_ids])
+    settings = {**context.record.identity["config"], "method": "rtn-2"}
+    with kvcli.attach(
+        loaded.model, **{k: v for k, v in settings.items() if k in ("method", "residual_length")}
+    ) as session:
+        identity = identity_of(session, loaded.tokenizer)
+        assert "in pages of 32 tokens" in str(identity.difference(CacheIdentity.from_dict(context.record.identity)))
+        assert store.fetch(ids, identity, session.model.device) is None
+        cache = session.new_cache()
+        session.model(ids, **with_cache(cache))
+        store.put(cache.context(ids, text_identity(loaded.tokenizer)), name="own")
+    with serving_together(store=tmp_path) as served:
+        again = served.complete(prompt, 1)
+        assert again.usage.prompt_tokens_details.cached_tokens == 384
 
 
 def test_a_damaged_context_is_read_anew(tmp_path: Path) -> None:

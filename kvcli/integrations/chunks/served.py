@@ -222,8 +222,9 @@ class Served:
 
 
 def _sample_of(folder: Path) -> str:
-    """A digest of bytes from all parts of a checkpoint's files."""
-    digest = hashlib.sha256()
+    """A digest of the config, and of bytes from all parts of a checkpoint's files."""
+    config = folder / "config.json"
+    digest = hashlib.sha256(config.read_bytes() if config.exists() else b"")
     for path in sorted(x for kind in _WEIGHTS for x in folder.glob(kind)):
         if path.stat().st_size:
             data = np.memmap(path, np.uint8, "r")
