@@ -20,7 +20,7 @@ from kvcli.models.checkpoint import AUTO, load_checkpoint, load_gguf, read_confi
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.hub import check_model_name, download_config, download_model, is_folder, local_folder
 from kvcli.progress import Progress, Say, no_progress, say_nothing
-from kvcli.seam.decoder import decoder_layers
+from kvcli.seam.decoder import decoder_layers, position_table
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -49,8 +49,10 @@ class LoadedModel:
         return {"model": self.name, "fingerprint": self.fingerprint, "spec": self.spec.to_dict()}
 
     def check_length(self, length: int, warn: Say) -> None:
-        """Warns of more tokens than the model was trained on."""
+        """Warns of more tokens than the model was trained on; UsageError: it has no positions for them."""
         if length > (limit := self.spec.max_position_embeddings):
+            if position_table(self.model) is not None:
+                raise UsageError(f"{self.name} has positions for {limit} tokens, not for {length}")
             warn(f"warning: {length} tokens are more than the {limit} that {self.name} was trained on")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.errors import ModelError
+
+_TABLE = re.compile(r"(wpe|embed_positions|positions?_embed\w*)\.weight$|(embed_positions|pos_encoding)$")
+_RESERVED = 8
+"""Rows of a table that are no position's, at most; OPT has two."""
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
@@ -60,6 +65,15 @@ def text_model(model: nn.Module) -> Any:
     decoder: Any = find_decoder(model)
     alone = getattr(decoder, "config", model.config) is model.config or not hasattr(decoder, "set_attn_implementation")
     return model if alone else decoder
+
+
+def position_table(model: Any) -> int | None:
+    """Tokens of a text at most, of a model that looks positions up in a table, as GPT-2 and OPT; None of others."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+    for name, x in chain(model.named_parameters(), model.named_buffers()):
+        if limit and _TABLE.search(name) and x.dim() == 2 and limit <= len(x) <= limit + _RESERVED:
+            return int(limit)
+    return None
 
 
 def logits_of(model: Any, states: Tensor) -> Tensor:

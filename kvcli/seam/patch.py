@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
 from kvcli.rope import NoRope, Rope
-from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
+from kvcli.seam.decoder import decoder_layers, find_decoder, position_table, replace_module, text_model
 from kvcli.seam.identity import Shortcut
 from kvcli.seam.latent import cache_latents, expand_again
 from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput, untraced
@@ -86,6 +86,7 @@ class Seam:
         self._decoder = find_decoder(model)
         self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
         self._text: Any = text_model(model)
+        self._positions = position_table(model)
         self._refuse_attached()
         self.attention: ModelAttention = probe(model)
         self._rotary: PreRopeRotary | None = None
@@ -234,6 +235,7 @@ class Seam:
         cache, tokens = cache_of(call), next((call[x] for x in _INPUTS if call.get(x) is not None), None)
         if cache is not None and tokens is not None and tokens.shape[1] > 1 and cache.get_seq_length():
             self.attention.check_later_passes()
+        self._check_positions(call.get("position_ids"), tokens, cache)
         self.current.is_running = True
         positional, gap = self._parameters[: len(args)], getattr(cache, "gap", 0)
         if cache is None or tokens is None or "position_ids" not in self._parameters or "position_ids" in positional:
@@ -247,6 +249,16 @@ class Seam:
             start = cache.get_seq_length()
             kwargs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
         return args, kwargs
+
+    def _check_positions(self, given: Tensor | None, tokens: Tensor | None, cache: Any) -> None:
+        """Refuses tokens that a table has no positions for: on a GPU, they would end the process."""
+        if self._positions is None or tokens is None:
+            return
+        length = tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+        if length > self._positions and given is not None:  # with padding, positions are fewer
+            length = int(given.max()) + 1
+        if length > self._positions:
+            raise ModelError(f"the model has positions for {self._positions} tokens, not for {length}")
 
     @untraced
     def _after_pass(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:

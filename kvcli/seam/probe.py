@@ -224,7 +224,7 @@ class _Probe:
         notes = [note] if (note := newer_than_tried()) else []
         if self.config.model_type not in FULL + HYBRID:
             notes.append(
-                f"model type '{self.config.model_type}' is not among the families that kvcli is tested with; on a few "
+                f"model type '{self.config.model_type}' is not among those that tests run with every method; on a few "
                 "tokens, its attention is what kvcli computes"
             )
         if len(layers) < total:

@@ -292,8 +292,11 @@ def row(model_type: str, tokenizer: str = "bytes", verbs: Collection[str] = tupl
         except KvcliError as error:
             return {**found, "what": "nothing", "refused": {"attach": reason(error)}}
         what = f"{'some' if session.spec.other_layers else 'all'} layers{', keys after RoPE' if own else ''}"
-        window = CHANGES.get(model_type, {}).get("sliding_window", 0)
-        found |= {"what": what if window == 0 else f"{what}, if its config has no `sliding_window`", "right": []}
+        if CHANGES.get(model_type, {}).get("sliding_window", 0) is None:
+            what += ", if its config has no `sliding_window`"
+        if hasattr(subject.model.config.get_text_config(decoder=True), "num_kv_shared_layers"):
+            what += ", if its `num_kv_shared_layers` are 0"
+        found |= {"what": what, "right": []}
         for verb in verbs:
             try:
                 VERBS[verb](subject)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import WINDOW
+from factories import WINDOW, load
 from families import make
 from passes import go_on, ids, mask_of, padded, read
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kvcli
 from kvcli.cache.others import can_be_static, windows_are_full
-from kvcli.errors import UsageError
+from kvcli.errors import ModelError, UsageError
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.seam.probe import FULL, HYBRID, probe
@@ -65,7 +65,7 @@ def test_what_is_found_out_does_not_depend_on_the_dtype(family: str) -> None:
 
 def test_a_family_that_no_test_runs_is_named() -> None:
     (note,) = probe(make("apertus")).notes
-    assert note.startswith("model type 'apertus' is not among the families that kvcli is tested with")
+    assert note.startswith("model type 'apertus' is not among those that tests run with every method")
     assert not probe(model_of("llama")).notes
 
 
@@ -114,6 +114,34 @@ def test_steps_of_hybrids_make_the_tokens_of_passes(family: str, lengths: tuple[
             assert torch.equal(*(made[mode][0] for mode in made))
             one, two = (made[mode][1] for mode in made)
             assert (one - two).abs().max() <= 1e-4 * one.abs().max()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "codegen", "ctrl", "gpt_bigcode", "biogpt"])
+@torch.no_grad()
+def test_tokens_beyond_a_table_of_positions_are_refused_by_name(family: str) -> None:
+    """On a GPU, an index beyond it would end the process; padding takes no position."""
+    model = make(family, max_position_embeddings=48)
+    loaded, refused = load(model), "has positions for 48 tokens, not for "
+    loaded.check_length(48, pytest.fail)
+    with pytest.raises(UsageError, match=f"{refused}49"):
+        loaded.check_length(49, pytest.fail)
+    with kvcli.attach(model, "rtn-4", **WINDOW) as session:
+        cache = session.new_cache()
+        model(ids(1, 40), **with_cache(cache))
+        model(ids(1, 8), **with_cache(cache))
+        with pytest.raises(ModelError, match=f"{refused}49"):
+            model(ids(1, 1), **with_cache(cache))
+        with pytest.raises(ModelError, match=f"{refused}49"):
+            session.generate(ids(1, 46), max_new_tokens=9)
+        if family not in ("ctrl", "gptj", "codegen"):  # whose positions count padding
+            short = session.generate(**padded(46, 20), max_new_tokens=2)
+            assert short.sequences.shape[1] == 48
+
+
+def test_a_model_that_rotates_has_no_table_of_positions() -> None:
+    said: list[str] = []
+    load(model_of("llama")).check_length(513, said.append)
+    assert len(said) == 1
 
 
 def test_states_are_static_where_their_size_does_not_grow() -> None:
