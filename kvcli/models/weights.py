@@ -53,7 +53,7 @@ def config_values(model: nn.Module) -> dict[str, Any]:
     Windows, factors and epsilons are in no weight. Names of tokens, files and labels are left out, and what training
     alone uses.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return dict(_flat(json.loads(json.dumps(values, default=str), parse_constant=str), ""))
 
