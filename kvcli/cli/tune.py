@@ -138,7 +138,8 @@ def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case],
     if output.ranks.rank == 0:
         best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
-    of_layers = f" in {loaded.spec.coverage}" if loaded.spec.other_layers else ""
+    whole = best.memory.whole_ratio
+    of_layers = f" in {loaded.spec.coverage}, whole cache 1/{whole:.2f}" if loaded.spec.other_layers else ""
     name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits{of_layers}, KL {best.loss:.2g}"
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
     if " by layer" not in best.case.label:

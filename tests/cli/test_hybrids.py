@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
@@ -41,3 +42,12 @@ def test_the_planned_size_of_a_context_counts_states_of_other_layers(hybrid: Pat
     (context,) = made["contexts"]
     plan = result("plan", str(hybrid), "--device", "cpu", *words, "--prompt-tokens", str(context["tokens"]), "--json")
     assert plan["methods"][-1]["context_bytes"] == pytest.approx(context["file_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize("hybrid", ["gemma3_text"], indirect=True)
+def test_the_line_for_a_card_counts_the_caches_of_all_layers(hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("word " * 600)
+    text = ("--corpus", str(tmp_path / "text.txt"), "--seq-len", "64", "--num-sequences", "8", "--context", "512")
+    words = ("--method", "kivi", "--setting", "group_size=8", "--residual-length", "8", "--max-bits", "16")
+    found = result("tune", str(hybrid), *text, *words, "--json", "--out", str(tmp_path / "r.yaml"))
+    assert "in 2 of 4 layers, whole cache 1/" in unquote(found["badge"])
