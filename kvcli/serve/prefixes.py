@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -36,6 +36,9 @@ _LONG = 16
 A power of two.
 """
 
+_MOST_ENDS = 8
+"""Of whose states a prefix is kept: another question about its text goes on from one of them."""
+
 
 def boundaries(sinks: int, unit: int, length: int) -> list[int]:
     """Numbers of tokens, up to `length`, after which a prompt is flushed: passes twice as long, long ones, short ones.
@@ -54,7 +57,8 @@ class Prefix:
 
     Attributes:
         ids: of the prompt, int64 [1, time] on the CPU.
-        end: of the pass that read them, where layers keep states of the whole text, which is used whole then.
+        ends: of the last passes that read them, by their tokens, where layers keep states of the whole text: the cache
+            can be cut to these alone.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
         stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
         identity: what it depends on, whose it is among it.
@@ -65,7 +69,7 @@ class Prefix:
     cache: CompressedCache
     ids: Tensor
     identity: CacheIdentity
-    end: EndOfPass | None = None
+    ends: dict[int, EndOfPass] = field(default_factory=dict)
     flushed: int = 0
     stored: int = 0
     name: str = ""
@@ -127,13 +131,15 @@ class Prefixes:
                     on_logits(end - logits.shape[1], logits[0])
                 self.session.flush(prefix.cache)
                 prefix.flushed = end
+                if self._whole:
+                    prefix.ends[end] = prefix.cache.end_of_pass()
+                    prefix.ends = dict([*prefix.ends.items()][-_MOST_ENDS:])
                 try:
                     check(end - prefix.reused)
                 except Exception:  # what was read so far, and taken out of memory for it, is of use to others
                     if keep:
                         self.keep(prefix)
                     raise
-        prefix.end = prefix.cache.end_of_pass() if self._whole else None
         if keep and prefix.flushed > prefix.stored:
             self._store(prefix)
         elif prefix.source == "hot" and prefix.stored:
@@ -145,7 +151,7 @@ class Prefixes:
         changed = prefix.cache.sequences.rope.frequencies() != prefix.identity.rope  # all was read anew
         if not self.reusable or not prefix.flushed or changed:
             return
-        memory, states = prefix.cache.memory(), 0 if prefix.end is None else prefix.end.nbytes
+        memory, states = prefix.cache.memory(), sum(end.nbytes for end in prefix.ends.values())
         prefix.used, prefix.nbytes = time.monotonic(), memory.allocated_bytes + memory.other_bytes + states
         self.hot = sorted([*self.hot, prefix], key=lambda x: -x.used)
         while self.hot_bytes > self._hot_bytes:
@@ -156,7 +162,7 @@ class Prefixes:
         """What is kept of prompts of this model otherwise than of others."""
         if not self.reusable:
             return "every prompt is read from its beginning: the model rotates a text of each length differently"
-        return "what is kept of a prompt is used whole: layers keep states" if self._whole else None
+        return f"prompts go on from ends of their last {_MOST_ENDS} passes: layers keep states" if self._whole else None
 
     @property
     def hot_bytes(self) -> int:
@@ -166,9 +172,10 @@ class Prefixes:
     def _boundaries(self, length: int) -> list[int]:
         return boundaries(self.session.config.sink_length, self.unit, length if self.reusable else 0)
 
-    def _common(self, ends: list[int], flushed: int, length: int) -> int:
+    def _common(self, ends: list[int], flushed: int, length: int, among: Collection[int] | None = None) -> int:
         """The last of the boundaries up to `length` that a prompt has in common with one flushed at `flushed` last."""
-        return max((x for x in {*ends} & {*self._boundaries(flushed)} if x <= length), default=0)
+        shared = {*ends} & {*(self._boundaries(flushed) if among is None else among)}
+        return max((x for x in shared if x <= length), default=0)
 
     def _longest(self, ids: Tensor, ends: list[int], identity: CacheIdentity, keep: bool) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
@@ -178,8 +185,8 @@ class Prefixes:
         for prefix in self.hot:
             end = 0
             if prefix.identity == identity:
-                end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
-                end = 0 if self._whole and end < prefix.flushed else end
+                places = prefix.ends if self._whole else None
+                end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids), places)
             if end > length:
                 best, length = prefix, end
         fit = partial(self._common, ends)
@@ -190,16 +197,19 @@ class Prefixes:
             new.flushed = new.stored = match.num_tokens
             new.name, new.source = match.context.name, "disk"
             new.cache = self.session.load_cache(context)
+            if self._whole:
+                new.ends[new.flushed] = new.cache.end_of_pass()
         elif best is not None:
             new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
+            new.ends = {place: end for place, end in best.ends.items() if place <= length}
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
-                whole = best.cache.snapshot(device, best.end) if self._whole else best.cache.snapshot(device)
+                whole = best.cache.snapshot(device, best.ends.get(length))
                 new.cache.restore(whole if self._whole else whole.prefix(length))
                 best.used = time.monotonic()
             else:
                 self.hot.remove(best)
                 new.cache = best.cache
-                new.cache.crop(length - new.cache.get_seq_length(), best.end)
+                new.cache.crop(length - new.cache.get_seq_length(), best.ends.get(length))
         new.load_s = time.monotonic() - started
         return new
 
@@ -207,9 +217,12 @@ class Prefixes:
         """Copies a cache up to its last boundary for the thread that writes; does nothing where that is behind."""
         if not self.reusable or self.contexts.is_busy:
             return
-        prefix.stored, ids = prefix.flushed, prefix.ids[:, : prefix.flushed].clone()
-        prefix.name = self.contexts.name(prefix.identity, ids)
-        self.contexts.put(prefix.cache.snapshot(), prefix.identity, ids, prefix.forget_disk)
+        prefix.stored = prefix.flushed
+        for place in sorted({min(prefix.ends, default=prefix.flushed), prefix.flushed}):
+            ids = prefix.ids[:, :place].clone()
+            prefix.name = self.contexts.name(prefix.identity, ids)
+            snapshot = prefix.cache.snapshot(end=prefix.ends.get(place))
+            self.contexts.put(snapshot, prefix.identity, ids, prefix.forget_disk)
 
     def identity_of(self, owner: str, length: int) -> CacheIdentity:
         """What contexts of so many tokens of a client are bound to."""

@@ -5,7 +5,9 @@ This module does not know about files or the command line.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
+from kvcli.cache.others import EndOfPass
 from kvcli.errors import CacheError
 from kvcli.models.fingerprint import text_identity
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Say, say_nothing
-from kvcli.text.generate import Generation, generate_text
+from kvcli.text.generate import Generation, compress, generate_text
 from kvcli.text.prompts import Message, Rendered, common_length
 
 
@@ -52,6 +55,7 @@ class Conversation:
         self.cache = session.new_cache()
         self._rendered = Rendered(tuple(messages), "", torch.zeros(1, 0, dtype=torch.int64))
         self._length: int | None = 0  # tokens that the cache holds; None after a reply that was broken off
+        self._end: EndOfPass | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -80,13 +84,21 @@ class Conversation:
             cached = self._cached_ids()
             self.cache.identity()
             common = min(common_length(cached, rendered.ids), rendered.ids.shape[1] - 1)
+            if cached.shape[1] > common and self._end is not None:
+                common = min(common, self._end.slots)
             if surplus := cached.shape[1] - common:
-                self.cache.crop(-surplus)
+                self.cache.crop(-surplus, self._end)
                 self.say(f"earlier turns are rendered differently now: {surplus} tokens are read again")
         except CacheError as error:
             self.cache = self.session.new_cache()
             self.say(f"the conversation is read again from its start: {error}")
-        self._length = None
+        self._length, reused, started = None, self.cache.get_seq_length(), time.perf_counter()
+        if self.session.spec.other_layers and reused < rendered.ids.shape[1] - 1:
+            # layers keep states of the whole text: the reply can be cut off where a pass before it ends
+            before = rendered.ids[:, :-1].to(self.session.model.device)
+            compress(self.session, before, prefill_chunk=self.prefill_chunk, past_key_values=self.cache)
+            self._end = self.cache.end_of_pass()
+        reading = time.perf_counter() - started
         generation, generated = generate_text(
             self.loaded,
             self.session,
@@ -101,7 +113,7 @@ class Conversation:
         has_stop = int(sequences[0, -1]) in self.loaded.end_tokens  # the template ends a reply itself
         self._rendered = rendered.replied(generation.text, sequences[:, : sequences.shape[1] - has_stop])
         self._length = self.cache.get_seq_length()
-        return generation
+        return replace(generation, reused_tokens=reused, ttft_s=generation.ttft_s + reading)
 
     def context(self) -> Context:
         """A copy of the cache with the conversation, to be saved.

@@ -174,7 +174,8 @@ class Document:
     def _keep(self, cache: CompressedCache) -> None:
         """Stores a cache with the first of the document's tokens, or copies it, if it is time or it has them all."""
         started, count = time.monotonic(), cache.get_seq_length()
-        if count < self.ids.shape[1] and started < self._keep_after:
+        is_end = self.store is not None and self._is_end_to_keep(count)
+        if count < self.ids.shape[1] and started < self._keep_after and not is_end:
             return
         if self._beside_others and count == self.ids.shape[1]:
             self.session.flush(cache)
@@ -183,10 +184,18 @@ class Document:
         if self.store is None:
             self._context = context
         else:
-            self.store.put(context, name=self.name, overwrite=True)
+            self.store.put(context, name=f"{self.name}.{count}" if is_end else self.name, overwrite=True)
             self._found = self.name if count == self.ids.shape[1] else ""
         self.kept_tokens, now = count, time.monotonic()
         self._keep_after = now + _READING_PER_KEEPING * (now - started)
+
+    def _is_end_to_keep(self, count: int) -> bool:
+        """Whether a context that ends here is kept beside the whole: where layers keep states of a whole text, another
+        goes on from the last of these that it begins with, before the last half, quarter and eighth of this one.
+        """
+        whole, next_end = self.ids.shape[1], count + self.prefill_chunk
+        ends = [whole - whole // part for part in (2, 4, 8)] if self.session.spec.other_layers else []
+        return count < whole and any(count <= end < next_end for end in ends)
 
 
 def around(

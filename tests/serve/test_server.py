@@ -278,6 +278,24 @@ def test_models_with_states_of_the_whole_text_keep_whole_prompts(family: str) ->
         assert served.complete(longer + expected, 8).usage.prompt_tokens_details.cached_tokens == second
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_another_question_about_a_text_goes_on_from_states_at_an_end_of_a_pass(family: str) -> None:
+    """In memory, and after a restart; then from one whose cache others go on from, too."""
+    text = TEXT * 3
+    first, second, other = (f"{text}{question} " for question in ("What was it?", "And when?", "Or where then?"))
+    with serving(model=make(family, vocab_size=259)) as served:
+        expected = [served.generated(prompt, 8) for prompt in (first, second, other, first)]
+        made = [served.complete(prompt, 8) for prompt in (first, second, other, first)]
+        assert [x.choices[0].text for x in made] == expected
+        cached = [x.usage.prompt_tokens_details.cached_tokens for x in made]
+        assert cached[0] == 0
+        assert min(cached[1:]) > len(text) - 256
+        served.prefixes.hot.clear()
+        again = served.complete(f"{text}Who else?", 8)
+        assert again.usage.prompt_tokens_details.cached_tokens > 0
+        assert again.choices[0].text == served.generated(f"{text}Who else?", 8)
+
+
 def test_too_many_requests_are_told_to_come_later() -> None:
     with serving(max_waiting=1) as served, ThreadPoolExecutor(1) as pool:
         with busy(served):
