@@ -53,13 +53,14 @@ class Recipe(BaseModel):
         return recipe
 
     def save(self, path: Path) -> None:
-        """Writes the file, lists of numbers in lines of their own."""
+        """Writes the file, lists of numbers in lines of their own; ConfigError: `read` would refuse it."""
         import yaml
 
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+            self.read(temporary)
 
     def check_model(self, fingerprint: str) -> None:
         """ConfigError, with the name of the recipe's model, for another model."""

@@ -129,3 +129,13 @@ def test_an_artifact_is_the_one_that_was_measured(
 
 def test_help_says_recipe() -> None:
     assert "--recipe" in invoke("serve", "--help").stdout
+
+
+def test_nothing_is_written_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for method, settings in (("kivvi", {}), ("kivi", {"k_bits": 99}), ("rtn-4", {"unknown": 1})):
+        with pytest.raises(ConfigError):
+            Recipe(model="m", fingerprint="f", method=method, settings=settings).save(path)
+        assert not [*tmp_path.iterdir()]
+    Recipe(model="m", fingerprint="f", method="kivi", settings={"k_bits": 4}).save(path)
+    assert Recipe.read(path).settings == {"k_bits": 4}
