@@ -252,7 +252,7 @@ def losses() -> str:
         kl = {row["method"]: round(row["kl_mean"], 6) for row in reversed(alike)}
         window = "the first {sink_length} and last {residual_length} of each sequence".format(**shared)
         about = {"model": rows[0]["model"], "text": first["corpus"], "tokens": rows[0]["num_tokens"], "window": window}
-        tables.append({**about, "kl": dict(sorted(kl.items()))})
+        tables.append({**about, "scale": SCALE, "kl": dict(sorted(kl.items()))})
     return json.dumps(tables, indent=1) + "\n"
 
 

@@ -23,6 +23,7 @@ from kvcli.cli.app import app
 from kvcli.cli.flags import resolve
 from kvcli.commands.options import parse_settings
 from kvcli.models import load as models
+from kvcli.plan import memory
 from kvcli.seam.versions import CACHE_ARGUMENT
 
 RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md")
@@ -63,7 +64,6 @@ FEW = ("--max-new-tokens", "4")
 SMALL = {
     "demo": None,  # test_workflow.py
     "pull": None,  # test_share.py
-    "recommend": None,  # test_recommend.py
     "serve": None,  # tests/serve
     "ask": FEW,
     "generate": FEW,
@@ -162,6 +162,9 @@ def test_a_page_is_run_from_its_beginning_to_its_end(page: str, chatty: Any, mon
     made = load(make_model("llama", vocab_size=300, eos_token_id=2, max_position_embeddings=4096))
     chatty = replace(made, tokenizer=chatty.tokenizer)
     monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(chatty, name=name))
+    config_of = memory.model_config  # but for the hub
+    shape = {"meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
+    monkeypatch.setattr(memory, "model_config", lambda name, *rest: config_of(shape.get(name, name), *rest))
     Path("OWNER/NAME").mkdir(parents=True)  # as good as a repository
     for name in ("book", "other", "licence", "handbook-1", "handbook-2", "question"):
         Path(f"{name}.txt").write_text("".join(f"{i}. It was the best of times. " for i in range(40)) + name)

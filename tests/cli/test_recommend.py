@@ -16,7 +16,8 @@ from kvcli.plan import memory
 from kvcli.registry import make_config, method_name, parse_name
 
 MODEL_CONFIG = memory.model_config
-TABLES = {table["model"]: table for table in json.loads(recommend.LOSSES.read_text())}
+SHIPPED = recommend.LOSSES
+TABLES = {table["model"]: table for table in json.loads(SHIPPED.read_text())}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,19 @@ def test_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     default, parts, whole = (result(*words, *chunk)["methods"] for chunk in chunks)
     assert default == parts
     assert min(x["peak_bytes"] for x in parts) < min(x["peak_bytes"] for x in whole)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", *TABLES])
+def test_the_losses_that_are_shipped_are_read(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "model_config", MODEL_CONFIG)
+    monkeypatch.setattr(recommend, "LOSSES", SHIPPED)
+    rows = {row["method"]: row["loss"] for row in result("recommend", model, "--memory", "24GiB", "--json")["methods"]}
+    assert rows.keys() == {
+        "fp16",
+        *(name for x in TABLES.values() if model in (x["model"], "llama-3.1-8b") for name in x["kl"]),
+    }
+    assert (rows["fp16"], rows["kivi-2"]) == (0, 1)
+    assert None not in rows.values()
 
 
 def test_losses_of_other_models_are_said_to_be_theirs() -> None:
