@@ -103,7 +103,7 @@ def run(options: AskOptions, output: Output) -> None:
 
 def _ask_library(options: AskOptions, name: str, question: str, output: Output) -> None:
     """Asks documents of a library side by side."""
-    store = open_store(options.store, options.model)
+    store = open_store(options.store, options.model, maker="library add")
     from kvcli.text.library import Library, documents_of
 
     if not (known := documents_of(store, name, output.warn)):

@@ -115,16 +115,16 @@ def _shown(path: Path) -> str:
     return "standard input" if path == STANDARD_INPUT else str(path)
 
 
-def open_store(folder: Path | None, model: str, *names: str, must_exist: bool = True) -> ContextStore:
+def open_store(
+    folder: Path | None, model: str, *names: str, must_exist: bool = True, maker: str = "compress"
+) -> ContextStore:
     """A store by its folder, or else that of a model; says before torch is imported what is not there.
 
     UsageError: there is no such folder, and it must exist; ContextError: it has no context of these names.
     """
     folder = folder or model_folder(model, "contexts")
     if must_exist and not folder.is_dir():
-        raise UsageError(
-            f"there is no store of contexts in {folder}; 'kvcli compress' makes one, --store names another"
-        )
+        raise UsageError(f"there is no store of contexts in {folder}; 'kvcli {maker}' makes one, --store names another")
     for name in set(names).difference(index.names(folder) if names else ()):
         raise index.no_context(folder, name)
     from kvcli.contexts import ContextStore

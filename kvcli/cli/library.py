@@ -116,7 +116,7 @@ def add(options: AddOptions, output: Output) -> None:
 
 def _documents(options: StoreOptions, name: str, output: Output) -> tuple[ContextStore, dict[str, StoredContext]]:
     """A store and the documents of a library; ContextError: there are none."""
-    store = open_store(options.store, options.model)
+    store = open_store(options.store, options.model, maker="library add")
     from kvcli.text.library import documents_of
 
     documents = documents_of(store, name, output.warn)
@@ -130,7 +130,7 @@ def _documents(options: StoreOptions, name: str, output: Output) -> tuple[Contex
 
 def list_libraries(options: LibraryOptions, output: Output) -> None:
     """List libraries, or the documents of one."""
-    store = open_store(options.store, options.model)
+    store = open_store(options.store, options.model, maker="library add")
     from kvcli.text.library import LIBRARY, documents_of
 
     if options.name is None:

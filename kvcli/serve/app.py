@@ -160,6 +160,8 @@ class Server:
         store, identity = self.engine.contexts.store, identity_of(self.engine.session, self.loaded.tokenizer)
         assert store is not None
         known, ids = documents_of(store, str(body.library)), list[torch.Tensor]()
+        if not known:
+            raise UsageError(f"{store.folder}, the store of this server, has no library '{str(body.library)[:80]}'")
         for name in body.documents:
             if name not in known:
                 raise UsageError(f"library '{str(body.library)[:80]}' has no document '{name[:80]}'")

@@ -164,6 +164,8 @@ def test_klt_is_the_default() -> None:
 
 
 def test_a_library_or_document_that_is_not_there_is_told() -> None:
+    for words in (("library", "list"), ("library", "show"), ("ask", "--library", "books", "Who?")):
+        assert "no store of contexts in s; 'kvcli library add' makes one" in refused(*words, *STORE)
     add("texts/whale.txt", "--name", "sea")
     assert "there is no library 'books'" in refused("ask", "--library", "books", "Who?", *STORE)
     words = ("ask", "--library", "sea", "Who?", "--document", "lake", *STORE)

@@ -46,15 +46,15 @@ def test_a_request_asks_about_documents(served: Served) -> None:
     ("fields", "match"),
     [
         ({"documents": ["sea"]}, "library 'books' has no document 'sea'"),
-        ({"library": "others"}, "library 'others' has no document 'times'"),
+        ({"library": "others"}, "{store}, the store of this server, has no library 'others'"),
         ({"library": None}, "documents are named with their library"),
         ({"documents": []}, "documents are named with their library"),
         ({"repair": 2}, "repair: "),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "one message, of the user, and no tools"),
     ],
 )
-def test_slips_are_told(fields: dict[str, Any], match: str, served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match=match):
+def test_slips_are_told(fields: dict[str, Any], match: str, served: Served, tmp_path: Path) -> None:
+    with pytest.raises(openai.BadRequestError, match=match.format(store=tmp_path)):
         served.chat("Who?", extra_body=FIELDS | fields)
 
 
