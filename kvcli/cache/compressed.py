@@ -105,6 +105,11 @@ class MemoryReport:
         """Bits per value of all tokens: sinks, residual window and positions included."""
         return 16 / self.ratio
 
+    def __str__(self) -> str:
+        """Bytes of all layers, in 16 bits too."""
+        ours, fp16 = (x + self.other_bytes for x in (self.cache_bytes, self.fp16_bytes))
+        return f"{ours:,} bytes, {fp16:,} in 16 bits ({self.whole_ratio:.2f} times as many)"
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
         derived = ("cache_bytes", "ratio", "whole_ratio", "share", "true_bits", "effective_bits")

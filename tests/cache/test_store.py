@@ -218,6 +218,7 @@ def test_memory_report_counts_live_tensors(tiny_model: Any, prompt: Any) -> None
     assert memory.window_bytes == 20 * per_token
     assert memory.key_bits == memory.value_bits == 32.0
     assert memory.fp16_bytes == 65 * per_token // 2
+    assert f"{memory}" == f"{memory.cache_bytes:,} bytes, 24,960 in 16 bits (0.48 times as many)"
     stores = [layer.store for layer in cache.layers]
     held = [x for s in stores for x in (s.keys, s.values, s.key_codes.codes, s.value_codes.codes)]
     assert memory.allocated_bytes == sum(x.nbytes for x in held) + memory.position_bytes
