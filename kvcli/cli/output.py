@@ -122,7 +122,7 @@ class Output:
             rows = [[cell.translate(_BLANKS) for cell in row] for row in human.rows]
             human = replace(human, title=human.title.translate(_BLANKS), rows=rows)
             if not console.is_terminal:
-                console.width = max(200, human.width)
+                console.width = max(80, human.least(human.columns))
             console.print(human.fitted(console.width))
             write_stdout(shown.getvalue())
 

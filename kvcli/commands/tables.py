@@ -48,11 +48,6 @@ class DataTable:
         cells = [[row.get(column, "-") for column in columns] for row in rows]
         return cls(title, columns, cells, optional=[x for x in optional if x in columns], **options)
 
-    @property
-    def width(self) -> int:
-        """Columns of the screen that the whole table takes."""
-        return 1 + sum(self._natural(column) + _PADDING for column in self.columns)
-
     def markdown(self) -> str:
         """The table in Markdown, without its title."""
         shown = str.maketrans({"|": "\\|", "<": "&lt;", "\n": " "})
@@ -64,11 +59,11 @@ class DataTable:
         """The table within a width, in columns of the screen: as many columns as fit, else one line per cell."""
         shown, omitted = list(self.columns), []
         for column in self.optional:
-            if self._least(shown) <= width:
+            if self.least(shown) <= width:
                 break
             shown.remove(column)
             omitted.append(column)
-        if self._least(shown) > width:
+        if self.least(shown) > width:
             lines = [Text(self.title, style="italic")]
             for name, *cells in self.rows:
                 lines.append(Text(name, style="bold"))
@@ -78,7 +73,7 @@ class DataTable:
         if omitted:
             table.caption = f"left out for lack of width: {', '.join(omitted)}; --json has all"
         widths = {column: self._shortest(column) for column in shown}
-        for _ in range(width - self._least(shown)):  # prose is broken so that its columns are about as long
+        for _ in range(width - self.least(shown)):  # prose is broken so that its columns are about as long
             broken = [column for column in shown if widths[column] < self._natural(column)]
             if not broken:
                 break
@@ -90,7 +85,8 @@ class DataTable:
             table.add_row(*(Text(row[self.columns.index(column)]) for column in shown))
         return table
 
-    def _least(self, shown: Sequence[str]) -> int:
+    def least(self, shown: Sequence[str]) -> int:
+        """The columns of the screen that these columns take, prose broken."""
         return 1 + sum(self._shortest(column) + _PADDING for column in shown)
 
     def _natural(self, column: str) -> int:
@@ -103,5 +99,4 @@ class DataTable:
         return max(cell_len(word) for cell in self._cells(column) for word in cell.split() or [""])
 
     def _cells(self, column: str) -> list[str]:
-        index = self.columns.index(column)
-        return [column, *(row[index] for row in self.rows)]
+        return [column, *(row[self.columns.index(column)] for row in self.rows)]

@@ -57,6 +57,14 @@ def test_what_others_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFix
     assert "a [1mb  1mc d\te\n[/f]" in out
 
 
+def test_prose_is_broken_to_80_columns_in_a_pipe_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output()
+    output.result({}, DataTable("", ("what", "detail"), [["a", "many words " * 40]], 2, prose=("detail",)))
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 80
+    output.result({}, DataTable("", ("what", "detail"), [["a", "one" * 40]], optional=("detail",)))
+    assert "one" * 40 in capsys.readouterr().out
+
+
 def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().progress("work", 4, "steps") as advance:
         for _ in range(4):
