@@ -19,6 +19,7 @@ import pictures
 from command_pages import commands
 from pictures import records
 
+from kvcli.commands.sizes import number
 from kvcli.commands.tables import DataTable
 from kvcli.registry import BASELINE
 from kvcli.report.tables import table
@@ -110,7 +111,7 @@ def by_position(name: str) -> str:
     """KL of the first, second and last part of one long text; means of parts are the units of the records."""
     shown = [(row, [row["units"][part] for part in (0, 1, -1)]) for row in records(name)]
     cells = [
-        [row["label"], f"{row['memory']['true_bits']:.2f}", *(f"{unit['kl']:.4f}" for unit in units)]
+        [row["label"], f"{row['memory']['true_bits']:.2f}", *(number(unit["kl"]) for unit in units)]
         for row, units in shown
     ]
     header = [f"{unit['start']} to {unit['start'] + unit['tokens']}" for unit in shown[0][1]]
@@ -149,7 +150,7 @@ def recipes(name: str) -> str:
 
 def _recipe(x: dict[str, Any]) -> list[str]:
     bits = f"{x['key_bits']:.2f} / {x['value_bits']:.2f}"
-    return [bits, f"{x['effective_bits']:.2f}", f"{x['kl_mean']:.4f}"]
+    return [bits, f"{x['effective_bits']:.2f}", number(x["kl_mean"])]
 
 
 def rivals(name: str) -> str:
@@ -164,7 +165,7 @@ def rivals(name: str) -> str:
             row = (found or [row for row in own if row["setting"] in (setting, "")])[-1]
             star = "*" if row.get("transformers", current) != current else ""
             bits = "/".join(f"{row[x]:.1f}" for x in ("bits_added", "bits") if x in row)
-            kl = f"{row['kl']:.4f}" if "kl" in row else "fails"
+            kl = number(row["kl"]) if "kl" in row else "fails"
             cells.append([f"{package} {row['version']}{star}", setting, row["claim"], bits, kl])
     return markdown(["package", "setting", "it says", "bits", "KL"], cells)
 

@@ -128,8 +128,7 @@ def _flushed(session: Session, context: Context) -> Snapshot:
         cache = session.load_cache(context)
         session.flush(cache)
         return cache.snapshot(None)
-    device = session.model.device
-    return Snapshot(counts, {name: x.to(device) for name, x in snapshot.tensors.items()})
+    return Snapshot(counts, {name: x.to(session.model.device) for name, x in snapshot.tensors.items()})
 
 
 def check_composable(session: Session) -> None:

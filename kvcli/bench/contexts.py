@@ -195,8 +195,7 @@ def table(records: Records, options: ContextsOptions) -> DataTable:
         "medians; files in the page cache; bits: of the whole file per key or value; faster from: the shortest "
         "measured context from which on loading was faster"
     )
-    optional = ("error", "bits", "impl", "write ms", "faster from", "load ms")
-    return bench_table(title, records, columns, optional)
+    return bench_table(title, records, columns, ("error", "bits", "impl", "write ms", "faster from", "load ms"))
 
 
 SUITE = BenchSuite(

@@ -152,8 +152,7 @@ def merge_shards(options: MergeOptions, output: Output) -> None:
     with output.progress("merge", total, "files") as advance:
         recording = merge(folders, folder, overwrite=options.overwrite, advance=advance)
     counts = {"num_tokens": recording.num_tokens, "layers": len(recording.layers), "shards": len(shards)}
-    record = {"samples": str(folder), **counts}
-    output.result(record, str(folder), ["kvcli", "fit", folder])
+    output.result({"samples": str(folder), **counts}, str(folder), ["kvcli", "fit", folder])
 
 
 EXAMPLE = "kvcli calibrate --tokens 32768"

@@ -15,7 +15,7 @@ from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, Options
-from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.sizes import number, parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ContextError, UsageError
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -125,7 +125,7 @@ def chunk_table(folder: Path, chunks: Collection[ChunksOfKind]) -> DataTable:
 
 
 def _error(average: float | None, most: float | None) -> str:
-    return "-" if average is None or most is None else f"{average:.4f} ({most:.4f})"
+    return "-" if average is None or most is None else f"{number(average)} ({number(most)})"
 
 
 def show(options: ShowOptions, output: Output) -> None:
@@ -159,7 +159,7 @@ def show(options: ShowOptions, output: Output) -> None:
             kl = record["kl"] = stored_quality(session, store, stored, options.kl_tokens).figures
         lines.append(
             f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
-            f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
+            f"KL {number(kl['kl_mean'])} nats per token (p99 {number(kl['kl_p99'])}), {100 * kl['flips']:.1f} % flips, "
             f"perplexity {kl['perplexity']:.3f} instead of {kl['reference_perplexity']:.3f}"
         )
     output.result(record, "\n".join(lines))
@@ -216,8 +216,7 @@ def verify(options: NamesOptions, output: Output) -> None:
     damages = store.damages(names, output.progress)
     for reason in damages.values():
         output.warn(reason)
-    human = None if damages else f"{_count(len(names))}, all whole"
-    output.result({"contexts": len(names), "damaged": damages}, human)
+    output.result({"contexts": len(names), "damaged": damages}, None if damages else f"{_count(len(names))}, all whole")
     if damages:
         raise ContextError(f"{len(damages)} of {_count(len(names))} damaged: {', '.join(damages)}")
 
@@ -237,8 +236,7 @@ def remove(options: NamesOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
-    store = open_store(options.store, options.model, *options.names)
-    freed = store.remove(*options.names)
+    freed = open_store(options.store, options.model, *options.names).remove(*options.names)
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
 
 

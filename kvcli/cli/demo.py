@@ -14,7 +14,7 @@ from kvcli.cli import calibrate, fit
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output, Stage, duration
 from kvcli.commands.options import ComputeOptions
-from kvcli.commands.sizes import size
+from kvcli.commands.sizes import number, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.eval import kl
@@ -124,7 +124,7 @@ def _table(record: dict[str, Any]) -> DataTable:
             "true bits",
             f"{record['true_bits']:.3f} per value (K {memory['key_bits']:.3f}, V {memory['value_bits']:.3f})",
         ),
-        ("KL to fp16", f"{record['kl_mean']:.4f} nats per token, {100 * record['flips']:.1f} % of top tokens flip"),
+        ("KL to fp16", f"{number(record['kl_mean'])} nats per token, {100 * record['flips']:.1f} % of top tokens flip"),
         ("time (m:ss)", f"{stages}; in all {duration(sum(record['seconds'].values()))}"),
     )
     return DataTable(f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}", ("", " "), rows, 2, prose=(" ",))

@@ -141,8 +141,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     choices = choose(map(MethodChoice, names), settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
-    plans = [_method_plan(planned, choice, fused=fused, program_bytes=program) for choice in choices]
-    return planned, plans
+    return planned, [_method_plan(planned, choice, fused=fused, program_bytes=program) for choice in choices]
 
 
 def _method_plan(planned: PlannedModel, choice: MethodChoice, *, fused: bool, program_bytes: int) -> MethodPlan:

@@ -39,16 +39,14 @@ def run(options: CacheOptions, output: Output) -> None:
         raise UsageError("say what has to be fitted into, such as --memory 24GiB")
     tables = json.loads(LOSSES.read_text())
     tables = [table for table in tables if table["model"] == options.model] or tables
-    names = options.method or [name for table in tables for name in table["kl"]]
-    planned, plans = method_plans(options, names)
+    planned, plans = method_plans(options, options.method or [name for table in tables for name in table["kl"]])
     where = f"{planned.name}, {str(planned.dtype).removeprefix('torch.')} on {planned.device.type}"
     smaller = f"; those of the checkpoint ({planned.quantized}) and peaks are smaller" if planned.quantized else ""
     output.say(f"{where}: weights {size(planned.weights_bytes)}{smaller}")
     rows = [_row(plan, options, memory, tables) for plan in plans]
     rows.sort(key=lambda row: (not row["fits"], math.inf if row["loss"] is None else row["loss"], row["peak_bytes"]))
     about = [f"{x['model']} ({x['tokens']} tokens of {x['text']}, {x['window']} in full precision)" for x in tables]
-    share = f"loss: that KL, {tables[0]['scale']}'s is 1"
-    output.say(f"KL to the uncompressed model was measured on {' and '.join(about)}; {share}")
+    output.say(f"loss is KL to the uncompressed model over {tables[0]['scale']}'s, measured on {' and '.join(about)}")
     if tables[0]["model"] != options.model:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
     best = next((row for row in rows if row["fits"] and row["loss"] is not None), None)

@@ -18,7 +18,7 @@ from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.machine import commit
 from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, parse_settings
 from kvcli.commands.paths import model_folder
-from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.sizes import number, parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, QualityGateError, UsageError
 from kvcli.eval.suite import Case, TextOptions
@@ -60,14 +60,13 @@ class TuneOptions(TextOptions):
             if name not in pairs:
                 parse_name(name)
                 raise UsageError(f"--method {name}: bits are searched of {', '.join(pairs)}")
-            settings = {**common, "sink_length": self.sink_length, "residual_length": window}
-            choice = MethodChoice(name).plus(settings)
+            choice = MethodChoice(name).plus({**common, "sink_length": self.sink_length, "residual_length": window})
             try:
                 choice.check()
             except ConfigError as error:
                 if self.method:
                     raise
-                output.say(f"left out: {error}")
+                output.say(f"not searched with these settings: {error}")
             else:
                 label = f", window {window}" if len(self.residual_length) > 1 else ""
                 found.append(Case(label, choice, self.impl))
@@ -161,9 +160,9 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "bits V": f"{row['value_bits']:.2f}",
         "bits": f"{row['effective_bits']:.2f}",
         "cache": size(row["cache_bytes"]),
-        "KL": f"{row['kl_mean']:.4f}",
-        "95 % interval": "-" if low is None else f"{low:.4f}-{high:.4f}",
-        "KL - best": f"{difference:+.4f}{'*' if row['real'] else ' '}",
+        "KL": number(row["kl_mean"]),
+        "95 % interval": "-" if low is None else f"{number(low)}-{number(high)}",
+        "KL - best": f"{number(difference, '{:+.4f}')}{'*' if row['real'] else ' '}",
     }
 
 

@@ -74,8 +74,7 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
 
 def default_artifact(model: str) -> Path | None:
     """The artifact for a model that was exported last, of whichever method; None: there is none."""
-    files = model_folder(model).glob("*/kvcli.json")
-    return _newest(path for path in files if artifact_method(path.parent))
+    return _newest(path for path in model_folder(model).glob("*/kvcli.json") if artifact_method(path.parent))
 
 
 def artifact_method(folder: Path) -> str | None:

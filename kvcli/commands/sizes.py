@@ -1,4 +1,4 @@
-"""Bytes as text, and text as bytes."""
+"""Bytes and other numbers as text, and text as bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def number(value: float, template: str = "{:.4f}") -> str:
+    """A number as text, in powers of ten where the template would make a zero of it."""
+    text = template.format(value)
+    return text if not value or re.search("[1-9]", text) else f"{value:{'+' * ('+' in template)}.1e}"
 
 
 def parse_size(text: str | None) -> int | None:

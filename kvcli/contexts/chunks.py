@@ -121,8 +121,7 @@ class ChunkStore:
 
     def touch(self, keys: Iterable[str]) -> None:
         """Notes that chunks were used, if nobody else is writing."""
-        now = time.time()
-        self._index.at_once("UPDATE chunks SET used = ? WHERE key = ?", [(now, key) for key in keys])
+        self._index.at_once("UPDATE chunks SET used = ? WHERE key = ?", [(time.time(), key) for key in keys])
 
     def remove(self, keys: Iterable[str]) -> None:
         """Removes chunks, such as damaged ones."""

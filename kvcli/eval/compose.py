@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.eval.records import EvalRecord, Figure, PromptUnit, interval, mean
@@ -213,7 +214,7 @@ def table(records: Records, options: ComposeOptions) -> DataTable:
             {
                 "method": record["label"],
                 **{name: f"{100 * mean(units, 'found'):.0f} %" for name, units in cells.items()},
-                "KL mean": f"{mean(record['units'], 'kl'):.4f}",
+                "KL mean": number(mean(record["units"], "kl")),
                 "95 % interval": interval(record, "kl", "{:.4f}"),
                 "first token, anew = 1": f"{seconds / anew:.2f}" if anew else "",
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -71,20 +72,17 @@ def prepare(options: DriftOptions, loaded: LoadedModel, cases: Sequence[Case], r
 
 def table(records: Records, options: DriftOptions) -> DataTable:
     """Shares of equal tokens, and first divergences."""
-    rows = []
-    for record in records:
-        units = record["units"]
-        agreed = sorted(unit["agreed"] for unit in units)
-        rows.append(
-            {
-                "method": record["label"],
-                "equal %": f"{100 * mean(units, 'equal'):.1f}",
-                "95 % interval": interval(record, "equal", "{:.1f}", 100),
-                "difference": difference(record, "equal", "{:+.1f}", 100),
-                "first divergence (median)": f"token {agreed[(len(agreed) - 1) // 2]}",
-                "never": f"{sum(unit['first_divergence'] is None for unit in units)} of {len(units)}",
-            }
-        )
+    rows = [
+        {
+            "method": record["label"],
+            "equal %": f"{100 * mean(units, 'equal'):.1f}",
+            "95 % interval": interval(record, "equal", "{:.1f}", 100),
+            "difference": difference(record, "equal", "{:+.1f}", 100),
+            "first divergence (median)": f"token {median_low(unit['agreed'] for unit in units)}",
+            "never": f"{sum(unit['first_divergence'] is None for unit in units)} of {len(units)}",
+        }
+        for record, units in ((x, x["units"]) for x in records)
+    ]
     first = records[0]["units"][0]
     title = (
         f"{records[0]['model']}: {first['tokens']} tokens generated after each of {len(records[0]['units'])} prompts "

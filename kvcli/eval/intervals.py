@@ -140,8 +140,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
     """
     results = []
     for record in records:
-        other = find_former(record, former)
-        theirs = series_of(other.units)
+        theirs = series_of(find_former(record, former).units)
         for name, ours in series_of(record.units).items():
             if not ours.gated:
                 continue

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.commands.options import parse_layers
+from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, difference, interval
@@ -163,26 +164,23 @@ def text_title(records: Records, options: TokenOptions) -> str:
 
 def quality_table(records: Records, options: TokenOptions) -> DataTable:
     """KL, flips, perplexity and bits of methods."""
-    metrics = (metric for record in records for metric in record.get("metrics", {}).values())
-    compared = next((metric["difference"]["to"] for metric in metrics if metric["difference"] is not None), None)
-    rows = []
-    for record in records:
-        memory = record["memory"]
-        rows.append(
-            {
-                "method": record["label"],
-                "bits K": f"{memory['key_bits']:.3f}",
-                "bits V": f"{memory['value_bits']:.3f}",
-                "bits mean": f"{memory['true_bits']:.3f}",
-                "KL mean": f"{record['kl_mean']:.4f}",
-                "95 % interval": interval(record, "kl_mean", "{:.4f}"),
-                **({f"KL - {compared}": difference(record, "kl_mean", "{:+.4f}")} if compared else {}),
-                "KL p99": f"{record['kl_p99']:.3f}",
-                "flips %": f"{100 * record['flips']:.2f}",
-                "perplexity": _perplexity(record["perplexity"]),
-                "cache / fp16": f"1/{memory.get('whole_ratio', memory['ratio']):.2f}",
-            }
-        )
+    compared = next((x["to"] for row in records if (x := row["metrics"]["kl_mean"]["difference"])), None)
+    rows = [
+        {
+            "method": record["label"],
+            "bits K": f"{memory['key_bits']:.3f}",
+            "bits V": f"{memory['value_bits']:.3f}",
+            "bits mean": f"{memory['true_bits']:.3f}",
+            "KL mean": number(record["kl_mean"]),
+            "95 % interval": interval(record, "kl_mean", "{:.4f}"),
+            **({f"KL - {compared}": difference(record, "kl_mean", "{:+.4f}")} if compared else {}),
+            "KL p99": f"{record['kl_p99']:.3f}",
+            "flips %": f"{100 * record['flips']:.2f}",
+            "perplexity": _perplexity(record["perplexity"]),
+            "cache / fp16": f"1/{memory.get('whole_ratio', memory['ratio']):.2f}",
+        }
+        for record, memory in ((x, x["memory"]) for x in records)
+    ]
     reference = _perplexity(records[0]["reference_perplexity"])
     title = f"{text_title(records, options)}; uncompressed perplexity {reference}{f'; {STAR}' if compared else ''}"
     return DataTable.of(title, rows, ("KL p99", "bits mean", "perplexity", "cache / fp16", "bits V", "bits K"))
@@ -202,7 +200,7 @@ def layers_table(records: Records, options: LayersOptions) -> DataTable:
         rows.append(
             {
                 "compressed": record["label"],
-                "KL mean": f"{record['kl_mean']:.5f}",
+                "KL mean": number(record["kl_mean"], "{:.5f}"),
                 "95 % interval": interval(record, "kl_mean", "{:.5f}"),
                 "of all layers": "-" if of_all else f"{100 * record['kl_mean'] / total:.1f} %",
                 "flips %": f"{100 * record['flips']:.2f}",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.eval.kl import SAVES_MEMORY, QualityRecord, ScoredOptions, TokenBlock, scored
@@ -108,9 +109,9 @@ def table(records: Records, options: LongOptions) -> DataTable:
         {
             "method": record["label"],
             "bits mean": f"{record['memory']['true_bits']:.3f}",
-            "KL mean": f"{record['kl_mean']:.4f}",
+            "KL mean": number(record["kl_mean"]),
             "95 % interval": interval(record, "kl_mean", "{:.4f}"),
-            **{f"quarter {part + 1}": f"{mean:.4f}" for part, mean in enumerate(record["quarters"])},
+            **{f"quarter {part + 1}": number(mean) for part, mean in enumerate(record["quarters"])},
             "flips %": f"{100 * record['flips']:.2f}",
         }
         for record in records

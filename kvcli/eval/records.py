@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from kvcli.commands.sizes import number
 from kvcli.errors import UsageError
 from kvcli.registry import EVAL_SUITES, get_suite
 from kvcli.storage.atomic import read_records, to_json
@@ -219,7 +220,7 @@ def interval(record: Any, name: str, template: str, factor: float = 1) -> str:
     metric = record.get("metrics", {}).get(name)
     if metric is None or metric["low"] is None:
         return "-"
-    return f"{template.format(factor * metric['low'])}-{template.format(factor * metric['high'])}"
+    return f"{number(factor * metric['low'], template)}-{number(factor * metric['high'], template)}"
 
 
 def difference(record: Any, name: str, template: str, factor: float = 1) -> str:
@@ -227,4 +228,4 @@ def difference(record: Any, name: str, template: str, factor: float = 1) -> str:
     versus = record.get("metrics", {}).get(name, {}).get("difference")
     if versus is None or versus["mean"] is None:
         return "-"
-    return template.format(factor * versus["mean"]) + ("*" if versus["real"] else " ")
+    return number(factor * versus["mean"], template) + ("*" if versus["real"] else " ")

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -304,7 +305,7 @@ def page(sections: Sequence[Section]) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         Path(__file__).with_name("page.html").read_text()
     )
-    return template.render(sections=shown)
+    return template.render(sections=shown, date=date.today())
 
 
 def markdown(sections: Sequence[Section]) -> str:

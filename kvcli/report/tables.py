@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
-from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, agreed, checked, interval, read_plain
+from kvcli.eval.records import ROW_OPTIONS, STAR, UNCOMPRESSED, agreed, checked, difference, interval, read_plain
 from kvcli.eval.verdict import verdict
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
@@ -178,18 +179,21 @@ def quality(rows: Records) -> DataTable:
     without = without_sinks(rows)
     kept = [row for row in rows if row not in without.values()]
     header = ["method", "bits K / V", "cache / fp16", "KL", "95 % interval", "flips %", "perplexity"]
+    compared = next((x["to"] for row in kept if (x := row["metrics"]["kl_mean"]["difference"])), None)
     cells = []
     for name, row in sorted(unique_names(kept), key=lambda item: float(item[1]["kl_mean"])):
         memory = row["memory"]
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
-        figures = [f"{row['kl_mean']:.4f}", interval(row, "kl_mean", "{:.4f}"), f"{100 * row['flips']:.1f}", perplexity]
+        figures = [number(row["kl_mean"]), interval(row, "kl_mean", "{:.4f}"), f"{100 * row['flips']:.1f}", perplexity]
+        figures += [difference(row, "kl_mean", "{:+.4f}")] * bool(compared)
         if without:
             other = without.get(row["method"])
-            figures.append("" if other is None else f"{other['kl_mean']:.4f}")
+            figures.append("" if other is None else number(other["kl_mean"]))
         cells.append([name, bits, f"1/{memory.get('whole_ratio', memory['ratio']):.2f}" if memory else "-", *figures])
     title = f"KL to the uncompressed model, nats per token, over {rows[0]['num_tokens']} tokens"
-    return DataTable(title, header + ["KL without sinks"] * bool(without), cells)
+    header += [f"KL - {compared}"] * bool(compared) + ["KL without sinks"] * bool(without)
+    return DataTable(f"{title}{f'; {STAR}' * bool(compared)}", header, cells)
 
 
 def answers(rows: Records) -> DataTable | None:
@@ -201,8 +205,8 @@ def answers(rows: Records) -> DataTable | None:
     places = [place for place in zip(*by_name.values(), strict=True) if any(unit["exact"] < 1 for unit in place)]
     if not places:
         return None
-    for number, units in enumerate(places[:_SHOWN_ANSWERS], 1):
-        cells.append([f"{number}. expected", units[0]["expected"]])
+    for place, units in enumerate(places[:_SHOWN_ANSWERS], 1):
+        cells.append([f"{place}. expected", units[0]["expected"]])
         for name, unit in zip(by_name, units, strict=True):
             answer, expected = (" ".join(unit[x].split()) for x in ("answer", "expected"))
             right = agreed(answer, expected)

@@ -13,6 +13,7 @@ from contexts_made import Maker, execute, flip_a_byte, tokens
 from factories import load, make_model
 
 import kvcli
+from kvcli.commands.sizes import number
 from kvcli.contexts import ContextStore
 from kvcli.contexts.chunks import Chunk, ChunkStore
 from kvcli.models import load as models
@@ -72,7 +73,7 @@ def test_show_measures_what_the_copy_loses_with_the_model_that_made_it(made: Mak
     kl = result(*show, "50", "--json")["kl"]
     assert kl["num_tokens"] == 50
     assert 0 < kl["kl_mean"] < 1
-    assert "over the last 50 tokens: KL 0.0" in invoke(*show, "50").stdout
+    assert f"over the last 50 tokens: KL {number(kl['kl_mean'])} nats" in invoke(*show, "50").stdout
     assert "no block of 256 codes" in refused(*show, "590")
     other = replace(load(make_model("qwen2")), tokenizer=made.loaded.tokenizer)
     monkeypatch.setattr(models, "load_model", lambda name, **_: other)

@@ -86,7 +86,7 @@ def test_the_losses_that_are_shipped_are_read(model: str, monkeypatch: pytest.Mo
 def test_losses_of_other_models_are_said_to_be_theirs() -> None:
     done = result("recommend", "org/unknown", *SHARED, "--memory", "100GiB")
     says(done.stdout, "measured on", "large", "0.250")
-    says(done.stderr, "nothing was measured on org/unknown", "was measured on large (99 tokens of essays")
+    says(done.stderr, "nothing was measured on org/unknown", "kivi-2's, measured on large (99 tokens of essays")
     assert names(recommended("--memory", "100GiB", model="org/unknown")) == ["fp16", "kivi-4", "kivi-2", "klt-2"]
 
 

@@ -20,10 +20,12 @@ from test_records_and_gates import NOISE, kl_record
 from test_suites import KIVI, SIZES
 
 from kvcli._version import __version__
+from kvcli.commands.sizes import number
+from kvcli.eval.intervals import metrics_of
 from kvcli.eval.verdict import verdict
 from kvcli.models.load import LoadedModel
 from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotations
-from kvcli.report.tables import Row, answers, read, sections, unique_names
+from kvcli.report.tables import Row, answers, quality, read, sections, unique_names
 from kvcli.storage.atomic import append_record
 
 DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h200")
@@ -224,6 +226,18 @@ def test_the_front_in_words() -> None:
     )
     assert verdict(rows[:1]) is None
     assert verdict([{**row, "layer": at} for at, row in enumerate(rows)]) is None
+
+
+def test_small_losses_are_no_zeros_and_stand_beside_differences() -> None:
+    values = [1e-5 * x for x in NOISE]
+    small, large = kl_record(values, "kivi-4"), kl_record([2 * x for x in values])
+    large = large.model_copy(update={"metrics": metrics_of(large.units, small)})
+    cells = _cells(quality([x.model_dump() for x in (small, large)]).markdown())
+    assert cells["KL"] == ["4.2e-06", "8.5e-06"]
+    assert all(re.fullmatch(r"(\d\.\de-06)-(\d\.\de-0[56])", x) for x in cells["95 % interval"])
+    assert cells["KL - kivi-4"] == ["-", "+4.2e-06*"]
+    for value, shown in ((0, "0.0000"), (6e-5, "0.0001"), (-4e-5, "-4.0e-05"), (float("inf"), "inf")):
+        assert number(value) == shown
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
