@@ -133,6 +133,16 @@ def test_a_package_that_cannot_be_installed_is_a_record(tmp_path: Path, monkeypa
     assert installation_error(TimeoutError()) == "TimeoutError"
 
 
+def test_readme_has_what_was_measured_of_llama_cpp(repo_root: Path) -> None:
+    rows = [json.loads(line) for line in (repo_root / "docs/results/rivals.jsonl").read_text().splitlines()]
+    found = {x["setting"]: x for x in rows if x["package"] in ("ik-llama-cpp-python", "kvcli") and x["way"] == "passes"}
+    kl, bits = ({name: f"{x[field]:.{n}f}" for name, x in found.items()} for field, n in (("kl", 4), ("bits", 2)))
+    readme = (repo_root / "README.md").read_text()
+    assert f"| llama.cpp q8_0 | {bits['q8_0']} | {kl['q8_0']}, other text |" in readme
+    assert f"| {bits['q4_0']} | {kl['q4_0']}; {kl['q4_0, Hadamard']}, other text |" in readme
+    assert f"where kivi-4 loses {kl['kivi-4']} and klt-2.25 {kl['klt-2.25']} (" in readme
+
+
 def test_a_package_that_is_measured_again_replaces_its_records(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     for kl in (1, 2):
