@@ -159,15 +159,22 @@ def rivals(name: str) -> str:
     current = max((row.get("transformers", "") for row in rows), key=lambda x: [*map(int, x.split(".") if x else ())])
     cells = []
     for package, settings in RIVALS.items():
-        own = [row for row in rows if row["package"] == package and row["way"] not in ("generate", "history")]
+        own = [row for row in rows if row["package"] == package and row["way"] != "history"]
+        same = {row["setting"]: row["same_tokens"] for row in own if "same_tokens" in row}
+        own = [row for row in own if row["way"] != "generate"]
         for setting in settings:
             found = [row for row in own if row["setting"] == setting and "error" not in row]
             row = (found or [row for row in own if row["setting"] in (setting, "")])[-1]
             star = "*" if row.get("transformers", current) != current else ""
             bits = "/".join(f"{row[x]:.1f}" for x in ("bits_added", "bits") if x in row)
-            kl = number(row["kl"]) if "kl" in row else "fails"
-            cells.append([f"{package} {row['version']}{star}", setting, row["claim"], bits, kl])
-    return markdown(["package", "setting", "it says", "bits", "KL"], cells)
+            lost = f"{number(row['kl'])}/{100 * row['flips']:.1f}" if "kl" in row else "fails"
+            told = f"{same.get(setting.removesuffix('; steps'), '-')}/{row['seconds']:.0f}" if "kl" in row else ""
+            cells.append(
+                [f"{package} {row['version']}{star}", setting, row["claim"].removesuffix(" bits"), bits, lost, told]
+            )
+    table = markdown(["package", "setting", "it says", "bits", "KL/flips", "same/s"], cells)
+    all_of_them = f"All {len(rows)} records: {sum(row.get('seconds', 0) for row in rows) / 60:.0f} minutes of measuring"
+    return f"{table}\n{all_of_them}, two packages at a time, and installing.\n"
 
 
 SHOWN = {
@@ -213,7 +220,7 @@ RIVALS = {
     "turboquant-kv": ("4 bits",),
     "turboquant-serve": ("K8, V4; steps",),
     "turboquantcpu": ("prod, 4 bits",),
-    "ik-llama-cpp-python": ("q8_0", "q4_0, Hadamard"),
+    "ik-llama-cpp-python": ("q8_0", "q4_0", "q4_0, Hadamard"),
     "mlx": ("4 bits",),
     "openvino": ("u4, TURBO",),
 }
