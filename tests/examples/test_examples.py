@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,30 @@ def test_a_server_finds_a_document_again(run: Callable[..., str]) -> None:
     first, second = re.findall(r"(\d+) of (\d+) tokens were not read again", run("serve_openai"))
     assert first[0] == "0"
     assert 0.8 < int(second[0]) / int(second[1]) < 1
+
+
+def test_vllm_gets_a_tier_that_kvcli_accepts(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stands for vLLM's; `tests/integrations/vllm` drives the tier itself."""
+    monkeypatch.setitem(sys.modules, "vllm", None)  # it is not there
+    with pytest.raises(SystemExit, match="vLLM is not installed"):
+        run("vllm_tier")
+    made: list[Any] = []
+    answer = SimpleNamespace(
+        outputs=[SimpleNamespace(text="Mr. Brook")], num_cached_tokens=512, prompt_token_ids=[0] * 600
+    )
+    engine = SimpleNamespace(generate=lambda prompts, sampling: [answer])
+    fake = SimpleNamespace(LLM=lambda *words, **named: made.append((words, named)) or engine, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    command, *said = run("vllm_tier").splitlines()
+    (((model,), named),) = made
+    program, verb, served, flag, transfer = shlex.split(command)
+    assert (program, verb, served, flag) == ("vllm", "serve", model, "--kv-transfer-config")
+    assert json.loads(transfer) == named["kv_transfer_config"]
+    page = (EXAMPLES.parent / "docs" / "tiers.md").read_text()
+    extra, of_page = (x["kv_connector_extra_config"] for x in (json.loads(transfer), json.loads(page.split("'")[7])))
+    assert extra.keys() == of_page.keys()
+    assert extra["secondary_tiers"][0].keys() == of_page["secondary_tiers"][0].keys()
+    assert said[1] == "512 of 600 tokens were not read again"
 
 
 def test_examples_are_short_listed_and_run_by_a_test() -> None:
