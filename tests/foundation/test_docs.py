@@ -55,6 +55,11 @@ def test_docs_stay_short(repo_root: Path) -> None:
     assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
 
 
+def test_pages_say_first_for_whom_they_are(repo_root: Path) -> None:
+    pages = [*(repo_root / "docs").glob("*.md"), *(repo_root / x for x in ("CONTRIBUTING.md", "examples/README.md"))]
+    assert [x.name for x in pages if not x.read_text().split("\n")[2].startswith("For ")] == []
+
+
 def test_every_error_and_exit_code_is_explained(repo_root: Path) -> None:
     page = (repo_root / "docs" / "troubleshooting.md").read_text()
     codes = {
