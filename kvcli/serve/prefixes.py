@@ -151,8 +151,11 @@ class Prefixes:
         changed = prefix.cache.sequences.rope.frequencies() != prefix.identity.rope  # all was read anew
         if not self.reusable or not prefix.flushed or changed:
             return
-        memory, states = prefix.cache.memory(), sum(end.nbytes for end in prefix.ends.values())
-        prefix.used, prefix.nbytes = time.monotonic(), memory.allocated_bytes + memory.other_bytes + states
+        memory = prefix.cache.memory()
+        own, ends = memory.allocated_bytes + memory.other_bytes, prefix.ends
+        while len(ends) > 1 and own + sum(end.nbytes for end in ends.values()) > self._hot_bytes:
+            del ends[min(ends)]
+        prefix.used, prefix.nbytes = time.monotonic(), own + sum(end.nbytes for end in ends.values())
         self.hot = sorted([*self.hot, prefix], key=lambda x: -x.used)
         while self.hot_bytes > self._hot_bytes:
             self.hot.pop()

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from contexts_made import Maker
+from families import make
 from torch import Tensor
 
+import kvcli
 from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
@@ -187,6 +190,22 @@ def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
     assert len(prefixes.hot) == 2
     assert answer(maker, prefixes, tokens(LONG, 4))[1].source == "hot"
     assert answer(maker, prefixes, tokens(LONG, 0))[1].source == "none"
+
+
+def test_states_of_earlier_passes_give_way_to_a_small_memory() -> None:
+    """The prompt itself is kept, with the states at its end."""
+    kept: list[Prefix] = []
+    with kvcli.attach(make("qwen3_5_text"), "rtn", residual_length=8) as session:
+        for hot_bytes in (2**30, 0):
+            contexts = ServedContexts(None, byte_tokenizer(), None, print)
+            prefixes = Prefixes(session, contexts, hot_bytes or kept[0].nbytes - 1)
+            prefixes.keep(prefixes.read(tokens(200), "", True, lambda count: None))
+            kept += prefixes.hot
+            contexts.close()
+    assert len(kept) == 2
+    assert 1 <= len(kept[1].ends) < len(kept[0].ends)
+    assert max(kept[1].ends) == kept[1].flushed
+    assert kept[1].nbytes < kept[0].nbytes
 
 
 def test_a_full_disk_is_told_and_costs_no_answer(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
