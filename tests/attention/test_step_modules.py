@@ -145,7 +145,10 @@ class Act(nn.Module):
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.forward = function
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
 
 
 @torch.no_grad()

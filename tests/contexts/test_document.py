@@ -95,8 +95,8 @@ def test_space_around_a_document_is_no_part_of_it(made: Any) -> None:
         made(" \n")
 
 
-def test_a_document_that_begins_with_words_of_the_template_is_found_in_it(made: Any) -> None:
-    assert made("user").prompt("user", 1).shape[1] == len("<user>user\n\nuser</s><assistant>") - len("/s>")
+def test_a_document_that_begins_with_words_of_the_template_is_found_in_it(made: Any, loaded: Any) -> None:
+    assert loaded.tokenizer.decode(made("user").prompt("user", 1)[0]) == "<user>user\n\nuser</s><assistant>"
 
 
 def test_reading_goes_on_where_it_broke_off(made: Any, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

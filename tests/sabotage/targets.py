@@ -12,6 +12,7 @@ PAGED = "paged/test_paged_model.py::test_"
 STEPS = "seam/test_families.py::test_"
 FUSED = "attention/test_step_modules.py::test_"
 ODD = "seam/test_odd_models.py::test_"
+CHUNKS = "integrations/chunks/test_chunk_codec.py"
 REPORT = "eval/test_report.py::test_"
 
 SEEN: dict[str, str] = {
@@ -226,6 +227,13 @@ OTHERS: dict[str, str] = {
     "kvcli.eval.recall:quoted_words": "eval/test_needle_and_recall.py",
     "kvcli.eval.drift:compare": "eval/test_greedy_and_drift.py",
     "kvcli.plan.cache:CachePlan.pays_from": "plan/test_plan_cache.py",
+    # engines
+    "kvcli.integrations.chunks.codec:ChunkCodec.encode": CHUNKS,
+    "kvcli.integrations.chunks.codec:ChunkCodec.decode": CHUNKS,
+    "kvcli.integrations.chunks.format:ChunkHeader.read": CHUNKS,
+    "kvcli.integrations.chunks.starts:find_starts": "integrations/chunks/test_served_models.py",
+    "kvcli.integrations.chunks.served:Served.codecs": CHUNKS,
+    "kvcli.contexts.chunks:ChunkStore.put": "contexts/test_chunk_store.py",
     # documents side by side
     "kvcli.cache.joined:joined": "attention/test_compose.py",
     "kvcli.attention.compose:most_changed": "attention/test_compose.py",
