@@ -57,7 +57,7 @@ class ContextRecord(Sealed):
         notes: of whoever saved it: `source`, what it was made from, and others.
         part_tokens: tokens of a part of codes; 0 where `first` is all of several rows or of a row with padding.
         bytes_of: bytes of `key_codes`, `value_codes`, the window's `keys` and `values`, `state` and so on, all layers.
-        values_per_token: numbers in the keys and values of one token, all layers.
+        values_per_token, keys_per_token: numbers in a token's keys and values, and in its keys (0: half), all layers.
         tokens: block of all token ids, int32 [rows, slots]; None if they were not given.
         first, coded, last: blocks of what precedes the codes, of the whole parts of codes, of the rest.
     """
@@ -73,6 +73,7 @@ class ContextRecord(Sealed):
     part_tokens: NonNegativeInt
     bytes_of: dict[str, NonNegativeInt]
     values_per_token: NonNegativeInt
+    keys_per_token: NonNegativeInt = 0
     tokens: Block | None
     first: Block
     coded: tuple[Block, ...]
@@ -119,9 +120,9 @@ class ContextRecord(Sealed):
     @property
     def bits(self) -> tuple[float, float]:
         """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
-        half, keys, values = self.values_per_token // 2, self.counts.coded_keys, self.counts.coded_values
-        key_bytes, value_bytes = (self.bytes_of.get(kind, 0) for kind in CODES)
-        return bits_per_value(key_bytes, sum(keys) * half), bits_per_value(value_bytes, sum(values) * half)
+        keys, size = self.keys_per_token or self.values_per_token // 2, self.bytes_of.get
+        numbers = sum(self.counts.coded_keys) * keys, sum(self.counts.coded_values) * (self.values_per_token - keys)
+        return bits_per_value(size(CODES[0], 0), numbers[0]), bits_per_value(size(CODES[1], 0), numbers[1])
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,11 @@ class Context:
         parts = [*tokens, first, *coded, *([last] if plain else [])]
         with ThreadPoolExecutor(4) as threads:
             blocks, start = [*threads.map(lambda part: encode(part)[0], parts)], len(tokens)
-        bytes_of, values_per_token = Counter[str](), 0
+        bytes_of, widths = Counter[str](), Counter[str]()
         for name, x in snapshot.tensors.items():
             kind = name.split(".")[2] if name.startswith("layers.") else name.partition(".")[0]
             bytes_of[kind] += x.nbytes
-            values_per_token += x.shape[1] * x.shape[3] if kind in WINDOWS else 0
+            widths[kind] += x.shape[1] * x.shape[3] if kind in WINDOWS else 0
         text = {kind: self.notes.get(kind, getattr(self.identity, kind)) for kind in ("tokenizer", "chat_template")}
         record = ContextRecord(
             kvcli_version=__version__,
@@ -175,7 +176,8 @@ class Context:
             counts=snapshot.counts,
             part_tokens=size,
             bytes_of=dict(sorted(bytes_of.items())),
-            values_per_token=values_per_token,
+            values_per_token=widths.total(),
+            keys_per_token=widths["keys"],
             tokens=blocks[0] if tokens else None,
             first=blocks[start],
             coded=tuple(blocks[start + 1 : start + 1 + len(coded)]),

@@ -210,7 +210,7 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
     for context in contexts:
         memory = plan.memory(context)
         bits = 8 * (memory.code_bytes + memory.window_bytes) + context * (32 + 8)  # a position and a padding mark
-        effective.append(bits / (2 * context * spec.kv_dim * spec.num_layers))
+        effective.append(bits / (context * spec.kv_width * spec.num_layers))
     return {
         "method": name,
         "settings": settings,

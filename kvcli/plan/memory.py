@@ -269,7 +269,7 @@ class MethodPlan:
         memory = self.memory(prompt_tokens, new_tokens, batch, chunk=chunk)
         cache, windows = memory.allocated_bytes + memory.other_bytes, 0
         if planned.device.type == "cpu":
-            window = 2 * size * batch * planned.spec.kv_dim * planned.dtype.itemsize
+            window = size * batch * planned.spec.kv_width * planned.dtype.itemsize
             windows = window * planned.spec.num_layers * (window < 2 * _HEAP_TENSOR)
         passes = pass_bound(planned, size, prompt_tokens, batch, fused=self.fused)
         passes = max(passes, pass_bound(planned, 1, prompt_tokens + new_tokens, batch, fused=self.fused))

@@ -110,18 +110,17 @@ def _recording(folder: Path) -> dict[str, Any]:
 
     manifest = SamplesManifest.read(folder / SamplesManifest.FILE)
     files = {**manifest.parts, **part_records(folder)}
-    spec, length = manifest.spec, manifest.seq_len
-    a_head = 2 * spec.head_dim * spec.num_layers
+    spec, queries = manifest.spec, manifest.query_sequences * manifest.seq_len
     return {
         "state": "finished" if manifest.complete else "not finished: the same 'kvcli calibrate' goes on",
         "shard": None if manifest.shard is None else "/".join(map(str, manifest.shard)),
         "tokens": {
-            **{"keys and values": manifest.num_tokens, "queries": manifest.query_sequences * length},
+            **{"keys and values": manifest.num_tokens, "queries": queries},
             **{"sequences": manifest.num_sequences, "sequences with gradients": manifest.fisher_sequences},
         },
         "bytes": {
-            "keys and values, 16 bits": 2 * a_head * spec.num_kv_heads * manifest.num_tokens,
-            "queries, 16 bits": a_head * spec.num_heads * manifest.query_sequences * length,
+            "keys and values, 16 bits": spec.fp16_bytes_per_token() * manifest.num_tokens,
+            "queries, 16 bits": 2 * spec.num_layers * spec.num_heads * spec.head_dim * queries,
             "Fisher information": files.get(FISHER, {}).get("bytes", 0),
             "files so far": sum(record["bytes"] for record in files.values()),
         },

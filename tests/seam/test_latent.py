@@ -15,7 +15,9 @@ import kvcli
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.calibrate import fisher
 from kvcli.errors import ConfigError, UsageError
+from kvcli.plan.cache import stored_bits
 from kvcli.registry import get_method
+from kvcli.report.facts import describe
 from kvcli.seam import latent
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
@@ -42,6 +44,7 @@ def test_latents_are_cached_and_attended_to(family: str) -> None:
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         cache = session.new_cache()
         ours = logits(model, cache, 40, 1, 1, 18)
+        assert stored_bits("fp16", {}, spec, [60])["effective"] == [16 + 40 / (spec.num_layers * (16 + 32))]
         assert cache.memory().fp16_bytes == 2 * 60 * spec.num_layers * (16 + 32) * 2
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
     assert torch.equal(logits(model, None, 60), theirs)
@@ -68,7 +71,9 @@ def test_methods_code_latents(name: str) -> None:
     with kvcli.attach(model, name, residual_length=32, sink_length=2) as session:
         cache = session.new_cache()
         ours = logits(model, cache, 100, 1)
-        assert cache.memory().num_encoded > 0
+        memory, stored = cache.memory(), cache.context().encode()[0]
+        assert memory.num_encoded > 0
+        assert stored.bits == (memory.key_bits, memory.value_bits)
     assert (ours - theirs)[:, 100:].norm() < 0.2 * theirs[:, 100:].norm()
 
 
@@ -76,6 +81,9 @@ def test_methods_code_latents(name: str) -> None:
 def test_methods_are_fitted_to_values_of_another_width(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = make(family, **changes)
     recording = record(model, tmp_path / "samples")
+    kept = sum(path.stat().st_size for path in (tmp_path / "samples").glob("*.safetensors"))
+    facts = describe(tmp_path / "samples")["bytes"]
+    assert kept / 1.1 < facts["keys and values, 16 bits"] + facts["queries, 16 bits"] < kept
     for name in ("klt", "commvq", "kvquant", "blockgtq", "squat"):
         method = get_method(name)
         source = {"subspace_source": "calibration"} if name == "squat" else {}
