@@ -30,7 +30,9 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
     sampling = options.model_dump(include={"temperature", "top_p", "seed"}) | {"max_tokens": options.max_new_tokens}
     usages: list[dict[str, int]] = []
     try:
-        model = next(iter(client.models.list())).id
+        model = next((found.id for found in client.models.list()), None)
+        if model is None:
+            raise KvcliError(f"{url} names no model")
         asked: dict[str, Any] = {"model": model, "messages": messages, "extra_body": said, **sampling}
         output.say(f"{model} at {url}; /exit ends the conversation")
         for line in lines:
@@ -47,12 +49,12 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
                     pieces.append(choice.delta.content or "")
                     output.write(pieces[-1])
             if not pieces:
-                raise ValueError("nothing was replied")
+                raise KvcliError(f"{url} replied nothing")
             output.write("\n")
             messages.append({"role": "assistant", "content": "".join(pieces)})
     except (KvcliError, OSError):  # of the standard streams
         raise
     except Exception as error:  # of answers, openai checks little
-        what = "" if isinstance(error, openai.APIError) else f"no answer of an OpenAI API ({type(error).__name__}) "
-        raise KvcliError(f"{url}: {what}{error_text(error)[:250]}") from error
+        what = error_text(error)[:250] if isinstance(error, openai.APIError) else "no answer of an OpenAI API"
+        raise KvcliError(f"{url}: {what}") from error
     output.result({"url": url, "model": model, "messages": messages, "turns": usages})
