@@ -21,7 +21,7 @@ from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cli.tune import TuneOptions
 from kvcli.commands.machine import commit
 from kvcli.eval.suite import Case
-from kvcli.eval.tune import Goal, path_of, tune
+from kvcli.eval.tune import Goal, path_of, tune, with_bits
 from kvcli.models.load import LoadedModel
 from kvcli.registry import get_method
 
@@ -60,6 +60,18 @@ def test_a_goal_is_the_fewest_bytes_or_the_least_loss() -> None:
     assert Goal(8, max_bytes=2.5).best(found, lambda x: x) == (2, 0.2)
     assert Goal(8, max_bytes=3).best(found, lambda x: x) == (3, 0.1)
     assert Goal(8, max_kld=0.3, max_bytes=1).best(found, lambda x: x) is None
+
+
+def test_a_label_has_method_bits_and_what_is_said_of_both() -> None:
+    base = Case(", 8 exact", MethodChoice("kivi"))
+    labels = [with_bits(base, bits).label for bits in ([2, 2, 4, 4], [2, 4, 4, 4], [16, 2, 16, 16], [16, 16, 16, 2])]
+    assert [x.removesuffix(", 8 exact") for x in labels] == [
+        "kivi-k2v4",
+        "kivi by layer, K 3.00 V 4.00",
+        "kivi, keys of layer 1 alone",
+        "kivi, values of layer 1 alone",
+    ]
+    assert all(x.endswith(", 8 exact") for x in labels)
 
 
 @pytest.mark.parametrize("goal", [Goal(8, max_kld=0.1), Goal(8, max_bytes=150)])
