@@ -6,7 +6,7 @@ again with all documents before them in sight (CacheBlend, arXiv 2405.16444), an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.cache.blocks import is_plain
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.context import Context
+from kvcli.cache.context import Context, start_of
 from kvcli.cache.counts import Encoding
 from kvcli.cache.joined import joined, obstacle
 from kvcli.cache.ranges import Note, Ranges
@@ -33,17 +33,8 @@ from kvcli.seam.layer import AttendFunction, AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.seam.sdpa import plain_attention, sdpa
 
-START = "start"
-"""The note of a context that says at which of its tokens the document begins, after what all documents begin with."""
-
 CHOSEN_BY_LAYER = 1
 """The layer of full attention whose keys and values say which tokens depend most on other documents."""
-
-
-def start_of(notes: Mapping[str, Any]) -> int:
-    """At which token the document of a context with these notes begins."""
-    start = notes.get(START)
-    return start if type(start) is int else 0  # of whoever wrote them
 
 
 RUN = 8

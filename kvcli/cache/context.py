@@ -43,10 +43,19 @@ from kvcli.storage.locks import lock
 from kvcli.storage.manifest import Sealed
 from kvcli.storage.tensors import SafetensorsHeader
 
+START = "start"
+"""The note of a context that says at which of its tokens the document begins, after what all documents begin with."""
+
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _ALIGNMENT = 8
 _NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
+
+
+def start_of(notes: Mapping[str, Any]) -> int:
+    """At which token the document of a context with these notes begins."""
+    start = notes.get(START)
+    return start if type(start) is int else 0  # of whoever wrote them
 
 
 class ContextRecord(Sealed):

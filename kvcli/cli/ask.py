@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.generate import describe_generation
-from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
+from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_library, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SamplingOptions, choose_method
 from kvcli.commands.sizes import size
@@ -103,15 +103,11 @@ def run(options: AskOptions, output: Output) -> None:
 
 def _ask_library(options: AskOptions, name: str, question: str, output: Output) -> None:
     """Asks documents of a library side by side."""
-    store = open_store(options.store, options.model, maker="library add")
-    from kvcli.text.library import Library, documents_of
-
-    if not (known := documents_of(store, name, output.warn)):
-        raise UsageError(f"there is no library '{name}' in {store.folder}; 'kvcli library add' makes one")
-    if unknown := [document for document in options.document if document not in known]:
-        raise UsageError(f"library '{name}' has no document '{unknown[0]}'; 'kvcli library list' shows them")
+    store, known = open_library(options, name, output, options.document)
     chosen = choose_method(options, output, store.load(store.whole(next(iter(known.values())).name)))
     loaded = options.load(output)
+    from kvcli.text.library import Library
+
     with chosen.attach(loaded, options.impl, output) as session:
         library, started = Library(loaded, session, store, name, options.prefill_chunk), time.perf_counter()
         names = options.document or library.best(question, options.top)

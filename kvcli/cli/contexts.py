@@ -223,8 +223,8 @@ def verify(options: NamesOptions, output: Output) -> None:
 
 def prune(options: PruneOptions, output: Output) -> None:
     """Remove files that no context uses, and contexts beyond a size, the least recently used first."""
-    store = open_store(options.store, options.model)
-    done = store.prune(parse_size(options.max_bytes))
+    max_bytes, store = parse_size(options.max_bytes), open_store(options.store, options.model)
+    done = store.prune(max_bytes)
     for name in done.evicted:
         output.say(f"removed {name}")
     used = store.sizes()[0]
@@ -249,19 +249,18 @@ def export_context(options: ExportContextOptions, output: Output) -> None:
         path /= f"{name}.safetensors"
     if path.exists() and not options.overwrite:
         raise UsageError(f"{path} exists already; use --overwrite to replace it")
-    written = store.load(store.whole(name)).save(path)
-    output.result({"file": str(path), "bytes": written}, str(path))
+    output.result({"file": str(path), "bytes": store.load(store.whole(name)).save(path)}, str(path))
 
 
 def import_files(options: ImportOptions, output: Output) -> None:
     """Put contexts from files into a store."""
-    from kvcli.cache.context import Context
-
     if not options.files:
         raise UsageError("name one or more files of contexts")
     if options.name is not None and len(options.files) > 1:
         raise UsageError("--name goes with one file")
-    store, max_bytes = open_store(options.store, options.model, must_exist=False), parse_size(options.max_bytes)
+    max_bytes, store = parse_size(options.max_bytes), open_store(options.store, options.model, must_exist=False)
+    from kvcli.cache.context import Context
+
     records, lines = [], []
     for path in options.files:
         context, name = Context.load(path), options.name or path.stem

@@ -146,8 +146,7 @@ def _begin(
         if not options.reuse:
             return ids, None, None
         store = open_store(options.store, options.model, must_exist=False)
-        identity = identity_of(session, loaded.tokenizer)
-        stored = store.fetch(ids[:, :-1], identity, loaded.model.device, output.warn)
+        stored = store.fetch(ids[:, :-1], identity_of(session, loaded.tokenizer), loaded.model.device, output.warn)
         if stored is None:
             output.say(f"no context of this model, method and settings in {store.folder} begins like the prompt")
             return ids, None, None

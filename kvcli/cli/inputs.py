@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcli.cli.output import Output
 from kvcli.commands.paths import model_folder
 from kvcli.contexts import index
-from kvcli.errors import CacheError, UsageError
+from kvcli.errors import CacheError, ContextError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.cache.context import Context
-    from kvcli.contexts import ContextStore
+    from kvcli.contexts import ContextStore, StoredContext
     from kvcli.models.load import LoadedModel
 
 DEFAULT_PROMPT = "The water cycle is"
@@ -130,6 +131,22 @@ def open_store(
     from kvcli.contexts import ContextStore
 
     return ContextStore(folder)
+
+
+def open_library(
+    options: Any, name: str, output: Output, wanted: Sequence[str] = ()
+) -> tuple[ContextStore, dict[str, StoredContext]]:
+    """A store, and documents of a library by name, by default all; ContextError: none, or no such document."""
+    folder = options.store or model_folder(options.model, "contexts")
+    if folder.is_dir() and name not in index.libraries(folder):
+        raise ContextError(f"there is no library '{name}' in {folder}; 'kvcli library list' shows those there")
+    store = open_store(folder, options.model, maker="library add")
+    from kvcli.contexts.reader import documents_of
+
+    documents = documents_of(store, name, output.warn)
+    if unknown := [f"'{x}'" for x in wanted if x not in documents] if documents else ["read to its end"]:
+        raise ContextError(f"library '{name}' has no document {unknown[0]}; it has {', '.join(documents) or 0}"[:500])
+    return store, {x: documents[x] for x in wanted or documents}
 
 
 def load_context(source: Path, model: str, store: Path | None = None, conversation: bool = False) -> Context:

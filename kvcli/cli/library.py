@@ -12,19 +12,19 @@ from kvcli.cli.ask import check_memory
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.contexts import StoreOptions, context_record
 from kvcli.cli.groups import group
-from kvcli.cli.inputs import STORE_HELP, open_store, read_texts
+from kvcli.cli.inputs import STORE_HELP, open_library, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.commands.paths import default_artifact
 from kvcli.commands.sizes import size
 from kvcli.commands.tables import DataTable
-from kvcli.contexts.index import check_name
-from kvcli.errors import ContextError, UsageError
+from kvcli.contexts.index import LIBRARY, check_name
+from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, LIBRARY_METHOD
 from kvcli.storage.locks import lock
 
 if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore, StoredContext
+    pass
 
 DEFAULT_NAME = "library"
 _EXAMPLE = f"kvcli library add papers --name papers --method {DEFAULT_METHOD}"
@@ -114,24 +114,10 @@ def add(options: AddOptions, output: Output) -> None:
     output.result(record, f"{options.name}: {len(records)} documents", following)
 
 
-def _documents(options: StoreOptions, name: str, output: Output) -> tuple[ContextStore, dict[str, StoredContext]]:
-    """A store and the documents of a library; ContextError: there are none."""
-    store = open_store(options.store, options.model, maker="library add")
-    from kvcli.text.library import documents_of
-
-    documents = documents_of(store, name, output.warn)
-    wanted = getattr(options, "documents", [])
-    if not documents:
-        raise ContextError(f"there is no library '{name}' in {store.folder}; 'kvcli library list' shows those there")
-    if unknown := [x for x in wanted if x not in documents]:
-        raise ContextError(f"library '{name}' has no document '{unknown[0]}'; it has {', '.join(documents)}"[:500])
-    return store, {x: documents[x] for x in wanted or documents}
-
-
 def list_libraries(options: LibraryOptions, output: Output) -> None:
     """List libraries, or the documents of one."""
     store = open_store(options.store, options.model, maker="library add")
-    from kvcli.text.library import LIBRARY, documents_of
+    from kvcli.contexts.reader import documents_of
 
     if options.name is None:
         names = {str(x.record.notes[LIBRARY]) for x in store.contexts(output.warn) if LIBRARY in x.record.notes}
@@ -142,7 +128,7 @@ def list_libraries(options: LibraryOptions, output: Output) -> None:
         ]
         title = f"{store.folder}: libraries"
     else:
-        _, documents = _documents(options, options.name, output)
+        _, documents = open_library(options, options.name, output)
         rows = [{"document": name, **_sizes([x.record])} for name, x in documents.items()]
         title = f"{store.folder}: documents of {options.name}"
     table = DataTable.of(title, rows, (), tuple(rows[0])) if rows else f"no libraries in {store.folder}"
@@ -159,7 +145,7 @@ def _sizes(records: list[Any]) -> dict[str, str]:
 
 def show(options: DocumentsOptions, output: Output) -> None:
     """Show documents of a library: tokens, method, bits and bytes."""
-    store, documents = _documents(options, options.name, output)
+    store, documents = open_library(options, options.name, output, options.documents)
     shared = store.shared()
     records = [{"document": name, **context_record(x, shared)} for name, x in documents.items()]
     lines = [
@@ -172,14 +158,14 @@ def show(options: DocumentsOptions, output: Output) -> None:
 
 def remove(options: DocumentsOptions, output: Output) -> None:
     """Remove documents of a library, or all of it, and what no other context uses of them."""
-    store, documents = _documents(options, options.name, output)
+    store, documents = open_library(options, options.name, output, options.documents)
     freed = store.remove(*(stored.name for stored in documents.values()))
     output.result({"removed": [*documents], "freed_bytes": freed}, f"freed {size(freed)}")
 
 
 def export(options: ExportOptions, output: Output) -> None:
     """Write a file of each document to a folder, for 'kvcli push' and 'kvcli contexts import'."""
-    store, documents = _documents(options, options.name, output)
+    store, documents = open_library(options, options.name, output, options.documents)
     folder = options.out or Path(options.name)
     paths = {name: folder / f"{stored.name}.safetensors" for name, stored in documents.items()}
     if existing := [path for path in paths.values() if path.exists() and not options.overwrite]:

@@ -35,13 +35,14 @@ def run(options: WarmupOptions, output: Output) -> None:
     check_model_name(options.model) if options.shape is None else check_shape(options.shape)
     import torch
 
-    from kvcli.bench.model import open_session, random_model
-    from kvcli.bench.suite import default_methods
     from kvcli.kernels.launch import has_triton
 
     device = torch.device(options.torch_device())
     if device.type != "cuda" or not has_triton():
         raise UsageError(f"kernels are compiled by Triton for the GPU of this machine, not for device '{device}'")
+    from kvcli.bench.model import open_session, random_model
+    from kvcli.bench.suite import default_methods
+
     if options.shape is None:
         model: Any = options.load(output).model
     else:

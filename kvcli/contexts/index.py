@@ -20,6 +20,9 @@ from kvcli.errors import ContextError, UsageError, error_text, suggestion
 UNUSED = "FROM blocks WHERE digest NOT IN (SELECT digest FROM context_blocks)"
 """The blocks that no context needs, after SELECT or DELETE."""
 
+LIBRARY = "library"
+"""The note of a context that names the library it belongs to."""
+
 _APPLICATION = 0x6B76636C
 _VERSION = 4
 _MAX_WAIT_S = 600.0
@@ -171,6 +174,13 @@ def names(folder: Path) -> list[str]:
     """Names of all contexts of a store, also of damaged ones; none without a store. Raises as `Index.reading` does."""
     with Index(folder).reading() as db:
         return [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
+
+
+def libraries(folder: Path) -> set[str]:
+    """Names of all libraries of a store, also of one whose documents are damaged; raises as `names` does."""
+    query = f"SELECT DISTINCT json_extract(record, '$.notes.{LIBRARY}') FROM records WHERE json_valid(record)"
+    with Index(folder).reading() as db:
+        return {str(name) for (name,) in db.execute(query)}
 
 
 def no_context(folder: Path, name: str) -> ContextError:

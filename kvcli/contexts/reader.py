@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.blocks import Block, Place, read_blocks, verify_blocks
-from kvcli.cache.context import Context, tokens_in
+from kvcli.cache.context import Context, start_of, tokens_in
 from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts.index import UNUSED, Index, check_name, names, no_context
+from kvcli.contexts.index import LIBRARY, UNUSED, Index, check_name, names, no_context
 from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
 from kvcli.errors import CacheError, ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 
 SUFFIX = ".safetensors"
 DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+DOCUMENT, TOKENS = "document", "tokens"
+"""Notes of a context: its name in its library, and how many tokens it has when the document is read to its end."""
 
 
 class ReplacedError(ContextError):
@@ -230,6 +233,17 @@ def check_index(db: sqlite3.Connection) -> None:
     said = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if said != "ok":
         raise sqlite3.DatabaseError(said)
+
+
+def documents_of(store: ContextReader, library: str, say: Say = say_nothing) -> dict[str, StoredContext]:
+    """The documents of a library that were read to their end, by name in order; of two, the last used."""
+    found: dict[str, StoredContext] = {}
+    for stored in store.contexts(say):
+        notes, count = stored.record.notes, stored.record.num_tokens
+        name, start = str(notes.get(DOCUMENT)), start_of(notes)
+        if notes.get(LIBRARY) == library and notes.get(TOKENS) == count and 0 <= start < count and name.isprintable():
+            found.setdefault(name, stored)
+    return dict(sorted(found.items()))
 
 
 def used_bytes(db: sqlite3.Connection) -> int:

@@ -14,11 +14,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from kvcli.attention.session import Session
 from kvcli.cache.blocks import BLOCK_TOKENS, Block, Tensors, encode, is_plain, verify_blocks
 from kvcli.cache.context import INPUT_IDS, Context, ContextRecord
 from kvcli.cache.identity import CacheIdentity
@@ -28,6 +27,9 @@ from kvcli.contexts.search import index_rows
 from kvcli.errors import CacheError, ContextError
 from kvcli.models.fingerprint import text_identity
 from kvcli.storage.atomic import replacing, temporary_path
+
+if TYPE_CHECKING:
+    from kvcli.attention.session import Session
 
 
 class Stored(NamedTuple):

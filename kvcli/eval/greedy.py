@@ -190,8 +190,7 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
     With `chat`, the chat template makes a message of text and question and begins the reply.
     """
     if chat:
-        message = {"role": "user", "content": f"{text}{_BOUNDARY}{question}"}
-        return chat_in_pieces(loaded, [message], question, answer)
+        return chat_in_pieces(loaded, [{"role": "user", "content": f"{text}{_BOUNDARY}{question}"}], question, answer)
     tokenizer: Any = loaded.tokenizer
     following = f"{question}{_BOUNDARY}{answer}"
     return tokenizer(text + _BOUNDARY)["input_ids"], tokenizer(following, add_special_tokens=False)["input_ids"]

@@ -199,8 +199,8 @@ class EvalRun(Run):
         check_model_name(options.model)
         super().__init__(suite, options)
         self.out, self._records = options.out, list[EvalRecord]()
-        cases = [REFERENCE] * suite.with_reference + choose_cases(options)
         self._former = None if options.baseline is None else read_rows(options.baseline)
+        cases = [REFERENCE] * suite.with_reference + choose_cases(options)
         labels = [case.label for case in cases]
         self._compared: str | None = getattr(options, "compare_with", None)
         if self._compared not in (None, *labels):
@@ -313,13 +313,13 @@ def choose_cases(options: EvalOptions) -> list[Case]:
                 chosen.append(MethodChoice(text, window, newest_artifact(options.model, text)))
     chosen += [MethodChoice.of(artifact=folder, settings=window) for folder in options.artifact]
     chosen = choose(chosen, parse_settings(options.setting))
+    tuned = [Case(path.stem, MethodChoice.of(recipe=path), options.impl) for path in options.recipe]
     from kvcli.methods.method import sliding_window  # imports torch
 
     for choice in chosen:  # tokens leave the window one by one where the method has no schedule of its own
         one_by_one = {"flush_block": 1} if choice.record.schedules is sliding_window else {}
         label = choice.method if choice.folder is None else choice.folder.name
         cases.append(Case(label, replace(choice, settings={**one_by_one, **choice.settings}), options.impl))
-    cases += [Case(path.stem, MethodChoice.of(recipe=path), options.impl) for path in options.recipe]
-    for case in cases:
+    for case in (cases := cases + tuned):
         _ = case.choice.fitted
     return cases

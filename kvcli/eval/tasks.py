@@ -94,8 +94,7 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
             how = {"apply_chat_template": bool(options.chat), "bootstrap_iters": 0, "log_samples": True}
             results = evaluate(lm=model, task_dict=chosen, limit=options.limit, **how)
         except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
-            reason = error_text(error)
-            raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
+            raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {error_text(error)}") from error
     units = [unit for task in results["samples"] for unit in task_documents(results, task)]
     return Measured(case, units, model.memory, {"versions": dict(results["versions"])})
 

@@ -228,8 +228,7 @@ def _explained(source: Path, what: str) -> Iterator[None]:
     except (KvcliError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # readers of foreign files raise everything, down to plain Exception
-        text = error_text(error)[:200]
-        raise _cannot_load(source, f"{what} ({type(error).__name__}: {text})") from error
+        raise _cannot_load(source, f"{what} ({type(error).__name__}: {error_text(error)[:200]})") from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

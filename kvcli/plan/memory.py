@@ -306,8 +306,7 @@ class MethodPlan:
 
         def pays(context: int, contexts: int = 1) -> bool:
             ours, theirs = (plan.cache.memory(context) for plan in (self, other))
-            once = ours.artifact_bytes - theirs.artifact_bytes
-            return once < contexts * (theirs.cache_bytes - ours.cache_bytes)
+            return ours.artifact_bytes - theirs.artifact_bytes < contexts * (theirs.cache_bytes - ours.cache_bytes)
 
         def first(holds: Callable[[int], bool]) -> int | None:
             number = largest(lambda count: not holds(count), start=1, most=_LONGEST) + 1

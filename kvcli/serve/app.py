@@ -23,8 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcli.attention.compose import start_of
+from kvcli.cache.context import start_of
 from kvcli.contexts import identity_of
+from kvcli.contexts.reader import documents_of
 from kvcli.errors import ContextError, KvcliError, ModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.serve import LOOPBACK
@@ -34,7 +35,6 @@ from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 from kvcli.serve.responses import ResponseForm, ResponsesBody
 from kvcli.text.document import around
-from kvcli.text.library import documents_of
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
 
 _BODY_BYTES_PER_TOKEN = 64

@@ -72,8 +72,7 @@ class Tool(Fields, extra="ignore"):
 
     def of_chat(self) -> dict[str, Any]:
         """The same as chat says it."""
-        function = self.model_dump(exclude_none=True, exclude={"type", "strict"})
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type", "strict"})}
 
 
 class Format(JsonSchema):

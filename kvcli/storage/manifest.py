@@ -64,8 +64,7 @@ class Sealed(BaseModel):
         try:
             manifest = cls.model_validate_json(json.dumps(values))  # where lists become tuples, and nothing else
         except ValidationError as error:
-            reason = " ".join(explain(error, ()).split())
-            raise cls.ERROR(f"{name} is damaged ({reason}); {remedy}") from error
+            raise cls.ERROR(f"{name} is damaged ({' '.join(explain(error, ()).split())}); {remedy}") from error
         manifest._values = values
         return manifest
 

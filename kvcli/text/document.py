@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.compose import START
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.context import Context
+from kvcli.cache.context import START, Context
 from kvcli.contexts import ContextStore, identity_of
 from kvcli.contexts.index import name_from
+from kvcli.contexts.reader import TOKENS
 from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.models.fingerprint import text_identity
 from kvcli.models.load import LoadedModel
@@ -31,9 +31,6 @@ from kvcli.text.prompts import chat_text, common_length, ids_of_text
 
 BLANK_LINE = "\n\n"
 """What is between documents, and before a question."""
-
-TOKENS = "tokens"
-"""The note of a context that says how many tokens it has when the document is read to its end."""
 
 _READING_PER_KEEPING = 20
 """Seconds of reading for each second in which what was read is copied and stored."""

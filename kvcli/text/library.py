@@ -16,33 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.compose import Composed, check_composable, start_of
+from kvcli.attention.compose import Composed, check_composable
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
+from kvcli.cache.context import start_of
 from kvcli.cache.joined import shifts
 from kvcli.contexts import ContextStore, StoredContext, identity_of
-from kvcli.contexts.index import name_from
-from kvcli.contexts.reader import ContextReader
+from kvcli.contexts.index import LIBRARY, name_from
+from kvcli.contexts.reader import DOCUMENT, documents_of
 from kvcli.errors import UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.progress import Progress, Say, no_progress, say_nothing
-from kvcli.text.document import TOKENS, Document, around
+from kvcli.text.document import Document, around
 from kvcli.text.generate import Generation, generate_text
 from kvcli.text.prompts import ids_of_text
-
-LIBRARY, DOCUMENT = "library", "document"
-"""Notes of a context: the library that it belongs to, and its name there."""
-
-
-def documents_of(store: ContextReader, library: str, say: Say = say_nothing) -> dict[str, StoredContext]:
-    """The documents of a library that were read to their end, by name in order; of two, the last used."""
-    found: dict[str, StoredContext] = {}
-    for stored in store.contexts(say):
-        notes, count = stored.record.notes, stored.record.num_tokens
-        name, start = str(notes.get(DOCUMENT)), start_of(notes)
-        if notes.get(LIBRARY) == library and notes.get(TOKENS) == count and 0 <= start < count and name.isprintable():
-            found.setdefault(name, stored)
-    return dict(sorted(found.items()))
 
 
 class Library:

@@ -129,6 +129,13 @@ SLIPS = {
     "contexts list": (2, "there is no store of contexts"),
     "contexts show nothing": (2, "there is no store of contexts"),
     "contexts show nothing --store model": (1, "there is no context 'nothing' in model"),
+    "contexts prune --max-bytes 20 --store model": (2, "'20' is not a size"),
+    "contexts import": (2, "name one or more files of contexts"),
+    "library show x --store model": (1, "there is no library 'library' in model"),
+    "library rm --name x --store model": (1, "there is no library 'x' in model"),
+    "ask --library x y --store model": (1, "there is no library 'x' in model"),
+    "eval --recipe no.yaml": (2, "cannot read no.yaml"),
+    "eval --baseline no.jsonl": (2, "cannot read no.jsonl"),
     "contexts rm nothing --store model": (1, "there is no context 'nothing' in model"),
     "serve --engine vllm --store here": (2, "vLLM has nothing for --store; omit it"),
     "serve -- --enforce-eager": (2, "name the model before -- --enforce-eager"),
@@ -156,6 +163,19 @@ for line, (exit_code, expected) in {SLIPS!r}.items():
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", ["warmup --device cpu", "contexts list --store .", "library list --store ."])
+def test_what_needs_no_model_imports_no_transformers(words: str) -> None:
+    program = f"""
+import sys
+from kvcli.cli.app import run_command_line
+sys.argv = {["kvcli", *words.split()]}
+run_command_line()
+print("transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_every_help_fits_100_columns_and_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:

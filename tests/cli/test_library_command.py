@@ -167,9 +167,9 @@ def test_a_library_or_document_that_is_not_there_is_told() -> None:
     for words in (("library", "list"), ("library", "show"), ("ask", "--library", "books", "Who?")):
         assert "no store of contexts in s; 'kvcli library add' makes one" in refused(*words, *STORE)
     add("texts/whale.txt", "--name", "sea")
-    assert "there is no library 'books'" in refused("ask", "--library", "books", "Who?", *STORE)
+    assert "there is no library 'books'" in refused("ask", "--library", "books", "Who?", *STORE, code=1)
     words = ("ask", "--library", "sea", "Who?", "--document", "lake", *STORE)
-    assert "library 'sea' has no document 'lake'" in refused(*words)
+    assert "library 'sea' has no document 'lake'" in refused(*words, code=1)
 
 
 def test_processes_share_the_work(chatty: Any) -> None:

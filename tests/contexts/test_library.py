@@ -14,9 +14,10 @@ import torch
 
 import kvcli
 from kvcli.contexts import ContextStore
+from kvcli.contexts.reader import documents_of
 from kvcli.errors import UsageError
 from kvcli.text.document import BLANK_LINE
-from kvcli.text.library import Library, documents_of
+from kvcli.text.library import Library
 
 TEXTS = {
     "times": "It was the best of times, it was the worst of times, it was the age of wisdom.",

@@ -50,8 +50,7 @@ class ChunkSerializer(Serializer):
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
         """Bytes of every chunk of a layout, exactly; ChunkError names a layout that cannot be stored."""
-        layout = chunk_layout(layout_desc.shapes, layout_desc.dtypes, self._codec.served.spec)
-        return self._codec.stored_bytes(layout)
+        return self._codec.stored_bytes(chunk_layout(layout_desc.shapes, layout_desc.dtypes, self._codec.served.spec))
 
 
 class ChunkDeserializer(Deserializer):

@@ -104,8 +104,7 @@ class KvcliStorage(HiCacheStorage):
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Fills pages; whether each one was found."""
         pages, names = self._pages(keys, host_indices), [self._name(key) for key in keys]
-        check = partial(self._codec.check, layout=self._layout)
-        found = list(get_chunks(self.store, names, check, logger.warning))
+        found = list(get_chunks(self.store, names, partial(self._codec.check, layout=self._layout), logger.warning))
         good = [(page, data) for page, data in zip(pages, found, strict=True) if data is not None]
         if good:
             for layer_idx, both in enumerate(self._codec.decode([data for _, data in good], self._layout)):
