@@ -129,11 +129,10 @@ def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, cau
         out in the query's dtype with any strides, and lse float32 [batch, num_heads, query_len]; None where SDPA would
         choose neither, as for float32 and without an NVIDIA GPU.
     """
-    if query.device.type != "cuda" or torch.version.hip is not None or query.dtype == torch.float32:
+    choose = getattr(torch, "_fused_sdp_choice", None)  # which a later torch may not have
+    if choose is None or query.device.type != "cuda" or torch.version.hip or query.dtype == torch.float32:
         return None
-    choice = torch._fused_sdp_choice(
-        query, key, value, None, 0.0, causal, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
-    )
+    choice = choose(query, key, value, None, 0.0, causal, scale=scaling, enable_gqa=query.shape[1] > key.shape[1])
     ops = torch.ops.aten
     if choice == SDPBackend.CUDNN_ATTENTION.value:
         out, lse = ops._scaled_dot_product_cudnn_attention(

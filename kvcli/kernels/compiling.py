@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from kvcli.progress import Progress
 
@@ -35,7 +33,7 @@ def compiled_not_launched(progress: Progress) -> Iterator[list[str]]:
     """
     variants: dict[Any, tuple[torch.device, Callable[[], Any]]] = {}
     names: list[str] = []
-    thread, run = get_ident(), JITFunction.run
+    thread, run = get_ident(), triton.JITFunction.run
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if get_ident() != thread or not kernel.fn.__module__.startswith("kvcli."):
@@ -47,11 +45,11 @@ def compiled_not_launched(progress: Progress) -> Iterator[list[str]]:
             variants[key] = device, partial(run, kernel, *args, grid=grid, warmup=True, **options)
         return None
 
-    JITFunction.run = note
+    triton.JITFunction.run = note
     try:
         yield names
     finally:
-        JITFunction.run = run
+        triton.JITFunction.run = run
     if variants:
         _compile(list(variants.values()), progress)
 
@@ -71,11 +69,11 @@ def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], progress: P
 
     def build_launcher(variant: tuple[torch.device, Callable[[], Any]]) -> None:
         """Compiles the kernel's launcher in C onto the disk."""
-        with torch.cuda.device(variant[0]):
+        with torch.cuda.device(variant[0]), suppress(AttributeError, TypeError):  # a Triton with other launchers
             kernel = variant[1]()
             # not `kernel.run`, which would keep it: launchers are modules of one name, and Python gives two threads
             # that load two of them again the same module, with the functions of either
-            driver.active.launcher_cls(kernel.src, kernel.metadata)
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         mode: Any = triton.AsyncCompileMode(pool) if hasattr(triton, "AsyncCompileMode") else None  # since 3.5
