@@ -181,10 +181,8 @@ def test_codes_are_put_into_pages_as_in_the_reference() -> None:
 
 def test_codes_of_other_groups_are_not_put_into_pages() -> None:
     codec = make_codec("fp8", 4, 2, 64)[1].key
-    fields, pages = (
-        PageFields(codec, torch.float32, DEVICE, 64),
-        torch.zeros(2, 2**14, dtype=torch.uint8, device=DEVICE),
-    )
+    fields = PageFields(codec, torch.float32, DEVICE, 64)
+    pages = torch.zeros(2, 2**14, dtype=torch.uint8, device=DEVICE)
     page = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     for count, match in ((4, "for 3 groups"), (2, "for 3 groups")):
         for module in MODULES:
