@@ -17,7 +17,7 @@ from kvcli.commands.options import parse_layers
 from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
-from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, difference, interval
+from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, compared_with, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, UNFITTED_METHOD
@@ -164,7 +164,7 @@ def text_title(records: Records, options: TokenOptions) -> str:
 
 def quality_table(records: Records, options: TokenOptions) -> DataTable:
     """KL, flips, perplexity and bits of methods."""
-    compared = next((x["to"] for row in records if (x := row["metrics"]["kl_mean"]["difference"])), None)
+    compared = compared_with(records, "kl_mean")
     rows = [
         {
             "method": record["label"],

@@ -6,7 +6,7 @@ docs/records.md describes every field. A suite adds a class of units.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -221,6 +221,12 @@ def interval(record: Any, name: str, template: str, factor: float = 1) -> str:
     if metric is None or metric["low"] is None:
         return "-"
     return f"{number(factor * metric['low'], template)}-{number(factor * metric['high'], template)}"
+
+
+def compared_with(records: Iterable[Any], name: str) -> str | None:
+    """The row that others are compared with by a metric; None: there is no such one."""
+    found = (record.get("metrics", {}).get(name, {}).get("difference") for record in records)
+    return next((versus["to"] for versus in found if versus is not None), None)
 
 
 def difference(record: Any, name: str, template: str, factor: float = 1) -> str:

@@ -15,7 +15,17 @@ from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
-from kvcli.eval.records import ROW_OPTIONS, STAR, UNCOMPRESSED, agreed, checked, difference, interval, read_plain
+from kvcli.eval.records import (
+    ROW_OPTIONS,
+    STAR,
+    UNCOMPRESSED,
+    agreed,
+    checked,
+    compared_with,
+    difference,
+    interval,
+    read_plain,
+)
 from kvcli.eval.verdict import verdict
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
@@ -179,7 +189,7 @@ def quality(rows: Records) -> DataTable:
     without = without_sinks(rows)
     kept = [row for row in rows if row not in without.values()]
     header = ["method", "bits K / V", "cache / fp16", "KL", "95 % interval", "flips %", "perplexity"]
-    compared = next((x["to"] for row in kept if (x := row["metrics"]["kl_mean"]["difference"])), None)
+    compared = compared_with(kept, "kl_mean")
     cells = []
     for name, row in sorted(unique_names(kept), key=lambda item: float(item[1]["kl_mean"])):
         memory = row["memory"]

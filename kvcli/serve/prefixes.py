@@ -206,8 +206,9 @@ class Prefixes:
             new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
             new.ends = {place: end for place, end in best.ends.items() if place <= length}
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
-                whole = best.cache.snapshot(device, best.ends.get(length))
+                whole, new.ends = best.cache.snapshot(device, best.ends.get(length)), {}
                 new.cache.restore(whole if self._whole else whole.prefix(length))
+                new.ends |= {length: best.ends[length]} if self._whole else {}  # it cannot be cut to earlier ones
                 best.used = time.monotonic()
             else:
                 self.hot.remove(best)

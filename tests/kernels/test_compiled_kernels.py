@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
 WIDE = r"--methods turboquant-3 --head-dim 256 --kernels window_kernels\._attend|turboquant"
-EXACT = "--methods kivi-2 --page-size 128 --shared-only --kernels _full_prec|_rings|_gather|_select|_put|_per_t|_per_c"
+EXACT = "--methods kivi-2 --page-size 128 --shared-only --kernels _full_prec|_prepare|_store|_gather|_put|_per_t|_per_c"
 QJL = r"--methods qjl --kv-heads 1 --shared-only --kernels \._attend_kernel|_extend_kernel|qjl\.(en|de)code"
 FIT = [
     # capability, options, some of the kernels that are compiled
@@ -31,9 +31,9 @@ FIT = [
     (
         90,
         f"{EXACT} --head-dim 128 --dtype float32",
-        "_attend_full_precision _store_full_precision _copy_rings _gather _select _put _per_channel _per_token",
+        "_attend_full_precision _prepare _store _gather _put _per_channel _per_token",
     ),
-    (86, f"{EXACT} --head-dim 256 --dtype bfloat16", "_attend_full_precision _store_full_precision _copy_rings"),
+    (86, f"{EXACT} --head-dim 256 --dtype bfloat16", "_attend_full_precision _store _prepare"),
     (86, f"{QJL} --head-dim 256 --dtype float32 --heads 7", "qjl.decode_kernels"),
     (120, f"{QJL} --head-dim 80 --dtype bfloat16 --heads 16", "qjl.decode_kernels"),
 ]

@@ -79,7 +79,7 @@ SEEN: dict[str, str] = {
     "kvcli.paged.requests:PassInputs.of": PAGED + "answers_are_those_of_a_session_without_a_window",
     "kvcli.paged.batch:UniformBatch.visible": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.reference:attend": PAGED + "sinks_and_recent_tokens_are_exact",
-    "kvcli.paged.reference:store": PAGED + "sinks_and_recent_tokens_are_exact",
+    "kvcli.paged.reference:prepare": PAGED + "sinks_and_recent_tokens_are_exact",
     "kvcli.paged.pages:check_codecs": PAGED + "what_cannot_be_is_refused_by_name",
     "kvcli.seam.model:ModelAttention.check_later_passes": ODD + "a_model_that_drops_its_state_is_read_in_one_pass",
     "kvcli.paged.rings:AssignedRings.advance": PAGED + "a_prefix_that_requests_share_is_read_from_codes",

@@ -290,6 +290,7 @@ def test_another_question_about_a_text_goes_on_from_states_at_an_end_of_a_pass(f
         cached = [x.usage.prompt_tokens_details.cached_tokens for x in made]
         assert cached[0] == 0
         assert min(cached[1:]) > len(text) - 256
+        until(lambda: all(write.done() for write in served.engine.contexts._writes))
         served.prefixes.hot.clear()
         again = served.complete(f"{text}Who else?", 8)
         assert again.usage.prompt_tokens_details.cached_tokens > 0
