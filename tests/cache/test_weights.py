@@ -197,7 +197,7 @@ OTHER_CONFIGS: list[tuple[str, str, Any]] = [
     ("llama", "rms_norm_eps", 1e-2),
     ("llama", "hidden_act", "gelu"),
     ("granite", "residual_multiplier", 0.5),
-    ("gemma2", "query_pre_attn_scalar", 64),
+    ("granite", "attention_multiplier", 0.5),
     ("gemma3_text", "sliding_window", 16),
     ("gemma3_text", "rope_parameters", {"sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}),
 ]

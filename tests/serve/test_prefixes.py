@@ -195,7 +195,7 @@ def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
 def test_states_of_earlier_passes_give_way_to_a_small_memory() -> None:
     """The prompt itself is kept, with the states at its end."""
     kept: list[Prefix] = []
-    with kvcli.attach(make("qwen3_5_text"), "rtn", residual_length=8) as session:
+    with kvcli.attach(make("gemma3_text"), "rtn", residual_length=8) as session:
         for hot_bytes in (2**30, 0):
             contexts = ServedContexts(None, byte_tokenizer(), None, print)
             prefixes = Prefixes(session, contexts, hot_bytes or kept[0].nbytes - 1)
