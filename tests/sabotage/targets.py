@@ -185,7 +185,7 @@ OTHERS: dict[str, str] = {
     # cache and attention
     "kvcli.cache.counts:TokenCounts.truncate": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.crop": "cache " + CACHE,
-    "kvcli.cache.compressed:CompressedCache.reorder_cache": CACHE,
+    "kvcli.cache.compressed:CompressedCache.reorder_cache": "faults/test_cache_state.py cache/test_snapshot.py",
     "kvcli.cache.snapshot:Snapshot.prefix": "cache/test_snapshot.py",
     "kvcli.cache.snapshot:Snapshot.check": "faults/test_context_damage.py",
     "kvcli.cache.context:Context.save": "cache/test_context.py",
