@@ -235,8 +235,9 @@ class _Operand:
         if isinstance(codec, FP8):
             return cls(FLOAT8.value, bits, 1, width, codes.x, codes.scale, codes.scale, codes.scale)
         packed, basis = codes.packed.view(torch.int16), codec.rotation.mT if isinstance(codec, OSCAR) else None
-        scale = codes.scale
-        return cls(GROUPED.value, bits, 16 // bits, packed.shape[-1], packed, scale, codes.zero, scale, basis=basis)
+        words, scale = packed.shape[-1], codes.scale
+        fields = cdiv(width, words)  # of few channels, not all of a word's
+        return cls(GROUPED.value, bits, fields, words, packed, scale, codes.zero, scale, basis=basis)
 
     @property
     def block(self) -> int:

@@ -47,8 +47,9 @@ def open_engine(
         others: as of `JobThread`.
 
     Raises:
-        As `kvcli.attach`, and UsageError: a `max_model_len` that the pages do not hold.
+        As `kvcli.attach`, and UsageError: a `max_model_len` that the pages do not hold, or has no positions.
     """
+    loaded.check_length(max_model_len or 0, note)
     engine: JobThread | None = None
     common = {"max_model_len": max_model_len, **others}
     with ExitStack() as stack:

@@ -132,8 +132,7 @@ class Prefixes:
                 self.session.flush(prefix.cache)
                 prefix.flushed = end
                 if self._whole:
-                    prefix.ends[end] = prefix.cache.end_of_pass()
-                    prefix.ends = dict([*prefix.ends.items()][-_MOST_ENDS:])
+                    prefix.ends = dict([*prefix.ends.items(), (end, prefix.cache.end_of_pass())][-_MOST_ENDS:])
                 try:
                     check(end - prefix.reused)
                 except Exception:  # what was read so far, and taken out of memory for it, is of use to others
@@ -204,15 +203,14 @@ class Prefixes:
                 new.ends[new.flushed] = new.cache.end_of_pass()
         elif best is not None:
             new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
-            new.ends = {place: end for place, end in best.ends.items() if place <= length}
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
-                whole, new.ends = best.cache.snapshot(device, best.ends.get(length)), {}
+                whole = best.cache.snapshot(device, best.ends.get(length))
                 new.cache.restore(whole if self._whole else whole.prefix(length))
-                new.ends |= {length: best.ends[length]} if self._whole else {}  # it cannot be cut to earlier ones
+                new.ends = {x: end for x, end in best.ends.items() if x == length}  # it cannot be cut to earlier ones
                 best.used = time.monotonic()
             else:
                 self.hot.remove(best)
-                new.cache = best.cache
+                new.cache, new.ends = best.cache, {x: end for x, end in best.ends.items() if x <= length}
                 new.cache.crop(length - new.cache.get_seq_length(), best.ends.get(length))
         new.load_s = time.monotonic() - started
         return new

@@ -21,6 +21,7 @@ from kvcli.methods.base import Codes
 from kvcli.methods.commvq import value_kernels as commvq_values
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.methods.pages import PageTable
+from kvcli.methods.token_attend_kernels import _Operand
 
 SPARE = 5
 """Pages of a pool that no row has."""
@@ -48,6 +49,7 @@ CASES = [
     ("qjl", 2, 2, 64, 1, 256, [300, 1, 256], HALF, {"num_outliers": 0}),
     ("rtn-4", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
     ("rtn-2", 4, 1, 128, 2, 32, [100], FLOAT, {}),
+    ("rtn-2", 2, 1, 10, 1, 16, [16, 21], HALF, {"group_size": 10}),  # five numbers of a word's eight
     ("oscar-2", 8, 2, 64, 1, 64, [130, 64, 1], HALF, {}),
     ("fp8", 4, 2, 64, 1, 256, [300], HALF, {}),
     ("turboquant-3", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
@@ -206,3 +208,11 @@ def test_pages_are_refused_by_name() -> None:
     shifted = paged.value_codes.map(lambda x: torch.cat((x, x), 2)[:, :, 1 : 1 + x.shape[2]])
     with pytest.raises(UsageError, match="scale: tokens of a page"):
         dataclasses.replace(paged, value_codes=shifted)
+
+
+@pytest.mark.parametrize(("bits", "head_dim", "fields"), [(2, 10, 5), (2, 128, 8), (4, 128, 4), (4, 20, 4)])
+def test_fields_without_channels_are_not_read(bits: int, head_dim: int, fields: int) -> None:
+    """They would have scales and zeros of the next token."""
+    codec = make_codec(f"rtn-{bits}", 1, 1, head_dim, group_size=head_dim)[1].key
+    operand = _Operand.of(codec, codec.encode(torch.randn(1, 1, 3, head_dim).to(DEVICE), None))
+    assert (operand.fields, (fields - 1) * operand.words < head_dim <= fields * operand.words) == (fields, True)

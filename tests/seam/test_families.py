@@ -139,8 +139,7 @@ def test_tokens_beyond_a_table_of_positions_are_refused_by_name(family: str) -> 
 
 
 def test_a_model_that_rotates_has_no_table_of_positions() -> None:
-    said: list[str] = []
-    load(model_of("llama")).check_length(513, said.append)
+    load(model_of("llama")).check_length(513, (said := list[str]()).append)
     assert len(said) == 1
 
 

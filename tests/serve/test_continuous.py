@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,6 +15,8 @@ import openai
 import pytest
 import torch
 from engine_answers import prompts_of
+from factories import load
+from families import make
 from served import LONG, Served, request, serving_together, session_ids, session_text, tiny, until
 
 import kvcli
@@ -135,6 +138,17 @@ def test_what_cannot_be_captured_is_told_and_launched_at_once(monkeypatch: pytes
     ) as engine:
         assert isinstance(engine, ContinuousEngine)
         assert (said, engine.model.captured) == (["an operation cannot be captured"], None)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_a_length_that_the_model_has_no_positions_for_is_refused_at_start(max_batch: int) -> None:
+    """A request of that length would end, and others in its pass with it."""
+    loaded, sizes = load(make("gpt2", max_position_embeddings=64)), {"max_batch": max_batch, "hot_bytes": 2**24}
+    opened = partial(open_engine, loaded, MethodChoice.of("rtn-4"), "tiny", **sizes)
+    with pytest.raises(UsageError, match="has positions for 64 tokens, not for 65"):
+        opened(max_model_len=65).__enter__()
+    with opened() as engine:
+        assert engine.max_length == 64
 
 
 def test_what_a_request_reads_itself_is_not_cached(served: Served) -> None:
