@@ -12,8 +12,9 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,21 +96,27 @@ class ChunkStore:
             return None
 
     def put(self, chunks: Sequence[Chunk]) -> None:
-        """Stores chunks, and removes others to keep the bound; of more than the bound, only the last ones.
+        """Stores chunks, in a text's order, and removes others to keep the bound; of more than it, only the first ones.
 
         Raises:
             OSError: the disk is full of other things; nothing is left of the chunks that were not written.
             ContextError: the index cannot be written.
         """
-        rows = [(x.key, x.kind, len(x.data), x.plain_bytes, time.time(), *(x.errors or (None, None))) for x in chunks]
+
+        def insert(db: sqlite3.Connection) -> None:
+            rows = [
+                (x.key, x.kind, len(x.data), x.plain_bytes, used, *(x.errors or (None, None)))
+                for used, x in zip(_used_now(), chunks, strict=False)
+            ]
+            db.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
         def write() -> None:
             with self._index.writing() as db:
-                _insert(db, rows)
+                insert(db)
             for chunk in chunks:
                 self._write(chunk)
             with self._index.writing() as db:
-                _insert(db, rows)  # another process may have removed some in between
+                insert(db)  # another process may have removed some in between
                 self._prune(db)
 
         try:
@@ -120,8 +127,8 @@ class ChunkStore:
             raise
 
     def touch(self, keys: Iterable[str]) -> None:
-        """Notes that chunks were used, if nobody else is writing."""
-        self._index.at_once("UPDATE chunks SET used = ? WHERE key = ?", [(time.time(), key) for key in keys])
+        """Notes that chunks, in a text's order, were used, if nobody else is writing."""
+        self._index.at_once("UPDATE chunks SET used = ? WHERE key = ?", zip(_used_now(), keys, strict=False))
 
     def remove(self, keys: Iterable[str]) -> None:
         """Removes chunks, such as damaged ones."""
@@ -146,11 +153,11 @@ class ChunkStore:
     def _prune(self, db: sqlite3.Connection) -> None:
         (left,) = db.execute("SELECT ifnull(sum(bytes), 0) FROM chunks").fetchone()
         victims = []
-        for key, count in db.execute("SELECT key, bytes FROM chunks ORDER BY used, key"):
+        for key, size in db.execute("SELECT key, bytes FROM chunks ORDER BY used, key"):
             if left <= self.max_bytes:
                 break
             victims.append(key)
-            left -= count
+            left -= size
         self._remove(db, victims)
 
     def _sweep(self) -> None:
@@ -196,8 +203,9 @@ class ChunkStore:
         return self._chunks / key[:2] / f"{key}.kvc"
 
 
-def _insert(db: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> None:
-    db.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+def _used_now() -> Iterator[float]:
+    """Seconds, for chunks in a text's order: without the first ones, those that follow are never found."""
+    return count(time.time(), -1e-6)
 
 
 def chunks_of(folder: Path) -> list[ChunksOfKind]:

@@ -54,8 +54,12 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert files(tmp_path) == {chunk(x).key for x in (1, 3, 4)}
     store.put([chunk(5, 4000)])  # more than the bound
     assert files(tmp_path) == set()
-    store.put([chunk(x) for x in range(6, 16)])
-    assert len(files(tmp_path)) == 3
+    text = [chunk(x) for x in (9, 7, 8, 6, 5, 4)]
+    store.put(text)
+    assert files(tmp_path) == {x.key for x in text[:3]}  # what follows is not found without what is before
+    store.touch([x.key for x in text])
+    store.put([chunk(1)])
+    assert files(tmp_path) == {x.key for x in [chunk(1), *text[:2]]}
     (kind,) = chunks_of(tmp_path)
     assert kind.bytes == 3000
 

@@ -114,7 +114,7 @@ class KvcliTier(SecondaryTierManager):
             for what, count in (("load", chosen.max_workers), ("store", chosen.max_workers), ("touch", 1))
         )
         self._running, self._finished = set[Future[None]](), deque[Finished]()
-        self._used, self._ended = set[str](), False
+        self._used, self._ended = deque[str](), False
 
     def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
         found = self._lookups.lookup(key, req_context)
@@ -150,6 +150,7 @@ class KvcliTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         wait(self._running)
+        self._touches.submit(self._touch_used).result()
 
     def shutdown(self) -> None:
         """Ends when the jobs that are running have ended; others are not begun."""
@@ -232,14 +233,13 @@ class KvcliTier(SecondaryTierManager):
 
     def _touch(self, names: Iterable[str]) -> None:
         """Notes that chunks were used, soon and many at once."""
-        idle = not self._used
-        self._used.update(names)
-        if idle and self._used:
-            self._touches.submit(self._touch_used)
+        self._used.extend(names)
+        self._touches.submit(self._touch_used)
 
     def _touch_used(self) -> None:
-        used, self._used = self._used, set()
-        self.store.touch(list(used))
+        used = [self._used.popleft() for _ in range(len(self._used))]
+        if used:
+            self.store.touch(dict.fromkeys(used))
 
     def _group(self, key: Any) -> GroupChunks | OpaqueChunks:
         return self.groups[get_offload_group_idx(key)]
