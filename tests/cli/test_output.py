@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,19 +98,27 @@ LARGE = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("command", "environment", "added"),
+    ("command", "running", "environment", "added"),
     [
-        ("fit", {}, {**LARGE, "GOMP_SPINCOUNT": "1000"}),
-        ("demo", {"GOMP_SPINCOUNT": "7"}, LARGE),
-        ("calibrate", {"OMP_WAIT_POLICY": "active"}, LARGE),
-        ("generate", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ("generate", {"OMP_WAIT_POLICY": "active"}, {}),
-        ("ask", {"GOMP_SPINCOUNT": "7"}, {}),
+        ("fit", 1, {}, {**LARGE, "GOMP_SPINCOUNT": "1000"}),
+        ("demo", 1, {"GOMP_SPINCOUNT": "7"}, LARGE),
+        ("calibrate", 1, {"OMP_WAIT_POLICY": "active"}, LARGE),
+        ("generate", 1, {}, {"GOMP_SPINCOUNT": "10000"}),
+        ("generate", 11, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("generate", None, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),  # not Linux
+        ("serve", 1, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),  # others may come
+        ("generate", 1, {"OMP_WAIT_POLICY": "active"}, {}),
+        ("ask", 1, {"GOMP_SPINCOUNT": "7"}, {}),
     ],
 )
-def test_threads_are_prepared(monkeypatch: Any, command: str, environment: Any, added: dict[str, str]) -> None:
+def test_threads_are_prepared(
+    monkeypatch: Any, tmp_path: Path, command: str, running: int | None, environment: Any, added: dict[str, str]
+) -> None:
     changed = dict(environment)
     monkeypatch.setattr(os, "environ", changed)
+    monkeypatch.setattr(start, "_LOAD", tmp_path / "loadavg")
+    if running is not None:
+        start._LOAD.write_text(f"0.10 0.20 0.30 {running}/123 456\n")
     start._prepare_threads([command, "--seed", "1"])
     assert changed == {**environment, **added}
 
