@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,6 +63,13 @@ class CorpusConfig:
     def provenance(self) -> dict[str, Any]:
         """The record of a corpus in artifacts."""
         return asdict(self)
+
+    def shares_text(self, other: Mapping[str, Any]) -> bool:
+        """Whether a record of `provenance` names text of this corpus; built-in text contains its parts."""
+        mine = self.provenance()
+        same = all(other.get(x) == mine[x] for x in ("split", "name", "revision"))
+        sources = {self.source, str(other.get("source"))}
+        return same and (len(sources) == 1 or (BUILTIN in sources and all(map(is_builtin, sources))))
 
 
 def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say | None = None) -> Iterator[str]:

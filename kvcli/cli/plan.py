@@ -15,7 +15,7 @@ from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import newest_artifact
-from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.sizes import parse_size, share, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS
@@ -214,7 +214,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
                 "method": row["method"],
                 "bits": f"{memory['effective_bits']:.2f}",
                 "cache": size(memory["allocated_bytes"]),
-                "of fp16": f"1/{memory['ratio']:.1f}",
+                "of fp16": share(memory["ratio"], 1),
                 "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
                 "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
                 "peak": size(row["peak_bytes"]),

@@ -22,6 +22,11 @@ def number(value: float, template: str = "{:.4f}") -> str:
     return text if not value or re.search("[1-9]", text) else f"{value:{'+' * ('+' in template)}.1e}"
 
 
+def share(ratio: float, digits: int = 2) -> str:
+    """What is left where there was `ratio` times as much: 1/4.00, or 2.00 if it became more."""
+    return f"1/{ratio:.{digits}f}" if ratio >= 1 else f"{1 / ratio:.{digits}f}"
+
+
 def parse_size(text: str | None) -> int | None:
     """Bytes: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3; UsageError: anything else.
 

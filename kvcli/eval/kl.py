@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.commands.options import parse_layers
-from kvcli.commands.sizes import number
+from kvcli.commands.sizes import number, share
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Unit, compared_with, difference, interval
@@ -177,7 +177,7 @@ def quality_table(records: Records, options: TokenOptions) -> DataTable:
             "KL p99": f"{record['kl_p99']:.3f}",
             "flips %": f"{100 * record['flips']:.2f}",
             "perplexity": _perplexity(record["perplexity"]),
-            "cache / fp16": f"1/{memory.get('whole_ratio', memory['ratio']):.2f}",
+            "cache / fp16": share(memory.get("whole_ratio", memory["ratio"])),
         }
         for record, memory in ((x, x["memory"]) for x in records)
     ]

@@ -226,6 +226,9 @@ class EvalRun(Run):
         loaded = options.load(reporter)
         for case in self._cases:  # before anything is measured
             case.choice.check_model(loaded.spec, loaded.fingerprint)
+            fitted = case.choice.fitted.metadata["provenance"].get("corpus", {}) if case.choice.fitted else {}
+            if isinstance(options, TextOptions) and options.corpus_config().shares_text(fitted):
+                reporter.warn(f"warning: {case.label} was fitted to this text, and may lose more on any other")
         loaded.check_length(max(getattr(options, "contexts", [0])), reporter.warn)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)

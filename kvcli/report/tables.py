@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.commands.sizes import number
+from kvcli.commands.sizes import number, share
 from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
@@ -200,7 +200,7 @@ def quality(rows: Records) -> DataTable:
         if without:
             other = without.get(row["method"])
             figures.append("" if other is None else number(other["kl_mean"]))
-        cells.append([name, bits, f"1/{memory.get('whole_ratio', memory['ratio']):.2f}" if memory else "-", *figures])
+        cells.append([name, bits, share(memory.get("whole_ratio", memory["ratio"])) if memory else "-", *figures])
     title = f"KL to the uncompressed model, nats per token, over {rows[0]['num_tokens']} tokens"
     header += [f"KL - {compared}"] * bool(compared) + ["KL without sinks"] * bool(without)
     return DataTable(f"{title}{f'; {STAR}' * bool(compared)}", header, cells)

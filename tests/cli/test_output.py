@@ -16,7 +16,7 @@ from kvcli.cli.app import app
 from kvcli.cli.command import describe_error, model_argument, try_method
 from kvcli.cli.output import Output, duration
 from kvcli.cli.suites import last_method
-from kvcli.commands.sizes import size
+from kvcli.commands.sizes import share, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError
 
@@ -82,6 +82,7 @@ def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture
 def test_units() -> None:
     texts = {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 3 * 2**20: "3.00 MiB", 5 * 2**30: "5.00 GiB"}
     assert {x: size(x) for x in texts} == texts
+    assert [share(4), share(1), share(0.5), share(2.34, 1)] == ["1/4.00", "1/1.00", "2.00", "1/2.3"]
     assert duration(61.4) == "1:01"
 
 
