@@ -50,9 +50,8 @@ def _prepare_threads(arguments: list[str]) -> None:
     """Sets PyTorch up before it is imported: threads that sleep while they wait, or soon, and large pages.
 
     Threads that spin take the processor from other programs, and from those that they wait for where two cores are
-    threads of one; those that sleep at once decode at two thirds of the speed where nothing else runs. Commands that
-    compute for minutes wake them too often to let them sleep at once; the system zeroes each page of their large
-    tensors anew.
+    threads of one; where nothing else runs, those that sleep at once decode at two thirds of the speed. Long commands
+    wake them too often to let them sleep at once; the system zeroes each page of their large tensors anew.
     """
     spinning = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     if arguments and arguments[0].startswith(_LONG):
@@ -67,10 +66,7 @@ def _prepare_threads(arguments: list[str]) -> None:
 
 def _is_alone() -> bool:
     """Whether no other thread of the machine runs just now, which Linux tells."""
-    try:
-        return _LOAD.read_text().split()[3].startswith("1/")
-    except OSError:
-        return False
+    return _LOAD.is_file() and _LOAD.read_text().split()[3].startswith("1/")
 
 
 def _last_resort(error: BaseException) -> int:

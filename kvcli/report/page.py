@@ -125,6 +125,9 @@ def loss_by_size(rows: Records) -> list[Chart]:
         best = min(best, kl)
     if not points:
         return []
+    for point in points:  # a name that others to the right would hide
+        close = (x for x in points if 1 < x["bits"] / point["bits"] < 1.3 and 0.8 < x["kl"] / point["kl"] < 1.25)
+        point["above"] = not point["front"] and any(close)
     y, bits = log("kl", "KL, nats per token", points), [point["bits"] for point in points]
     sizes = {"type": "log", "base": 2, "domain": [min(bits) / 2.2, 1.4 * max(bits)]}
     x = axis("bits", "bits per key or value, with every scalar", scale=sizes, axis={"values": [1, 2, 4, 8, 16]})
@@ -134,7 +137,8 @@ def loss_by_size(rows: Records) -> list[Chart]:
         layer("rule", "datum.low > 0", whiskers, color=_GREY),
         layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
         layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
-        layer("text", "!datum.front", names, align="left", dx=7),
+        layer("text", "!datum.front && !datum.above", names, align="left", dx=7),
+        layer("text", "datum.above", names, align="left", dx=-3, dy=-10),
         layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
     ]
     return [Chart("Loss by size; the line is the Pareto front", points, 460, {"x": x, "y": y}, layers, wide=True)]

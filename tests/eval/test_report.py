@@ -184,8 +184,8 @@ def points(*pairs: tuple[float, float], **changes: Any) -> list[Row]:
 
 
 def test_the_front_is_what_nothing_smaller_beats() -> None:
-    (chart,) = loss_by_size(points((5, 0.002), (3, 0.1), (2, 0.01), (1, 0.05), (8, 0.002)))
-    assert [x["bits"] for x in chart.data if x["front"]] == [1, 2, 5]
+    (chart,) = loss_by_size(points((5, 0.002), (3, 0.1), (2, 0.01), (1, 0.05), (8, 0.002), (3.5, 0.11)))
+    assert [[x["bits"] for x in chart.data if x[kind]] for kind in ("front", "above")] == [[1, 2, 5], [3]]
 
 
 @pytest.mark.parametrize(
