@@ -38,7 +38,6 @@ FAST = (
     "seam/test_spec_of_config.py",
     "serve/test_requests.py",
     "storage/test_run_manifest.py",
-    "storage/test_verified_reads.py",
     "text/test_detokenizer.py",
 )
 """Paths in `tests/`. `tests/test_fast.py` says how many cases they may have."""
