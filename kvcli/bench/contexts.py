@@ -27,7 +27,7 @@ from kvcli.bench.suite import (
     bench_table,
     run_row,
 )
-from kvcli.commands.sizes import size
+from kvcli.commands.sizes import share, size
 from kvcli.commands.suite import Bars, Records
 from kvcli.commands.tables import DataTable
 from kvcli.progress import Reporter
@@ -180,7 +180,7 @@ def table(records: Records, options: ContextsOptions) -> DataTable:
     columns: dict[str, Column] = {
         "context": "{context}",
         "file": lambda x: size(x["file_bytes"]),
-        "file / 16 bits": "1/{file_ratio:.2f}",
+        "file / 16 bits": lambda x: share(x["file_ratio"]),
         "prefill+token ms": "{prefill_token_ms[1]:.1f}",
         "load+token ms": "{load_token_ms[1]:.1f}",
         "times faster": "{speedup:.1f}",

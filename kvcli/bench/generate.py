@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, Column, Lengths, WholeModelOptions, bench_table, parse_batches
-from kvcli.commands.sizes import parse_size, size
+from kvcli.commands.sizes import parse_size, share, size
 from kvcli.commands.suite import Bars, Records, SideBySide
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
@@ -174,7 +174,7 @@ def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable
         "x tok/s": "{rate_ratio:.2f}",
         "x total": "{total_ratio:.2f}",
         "prefill / fp16": "{prefill_ratio:.3f}",
-        "cache": "1/{cache_ratio:.2f}",
+        "cache": lambda x: share(x["cache_ratio"]),
         "tok/s": "{tokens_per_s[1]:.1f}",
         "% of ceiling": "{ceiling_share:.0%}",
         "decode": lambda x: f"{x['decode']}{' *' * (x['steady_tokens'] is None)}" if x["decode"] else "-",
@@ -202,7 +202,7 @@ def memory_table(records: Records, options: MemoryOptions) -> DataTable:
         "context": "{context}",
         "batch": "{batch}",
         "cache": lambda x: size(x["cache_bytes"]),
-        "cache / fp16": "1/{cache_ratio:.2f}",
+        "cache / fp16": lambda x: share(x["cache_ratio"]),
         "peak": lambda x: size(x["peak_bytes"]),
         "reserved": lambda x: size(x["reserved_bytes"]),
     }

@@ -65,11 +65,13 @@ class CorpusConfig:
         return asdict(self)
 
     def shares_text(self, other: Mapping[str, Any]) -> bool:
-        """Whether a record of `provenance` names text of this corpus; built-in text contains its parts."""
-        mine = self.provenance()
-        same = all(other.get(x) == mine[x] for x in ("split", "name", "revision"))
-        sources = {self.source, str(other.get("source"))}
-        return same and (len(sources) == 1 or (BUILTIN in sources and all(map(is_builtin, sources))))
+        """Whether a record of `provenance` names text of this corpus, as far as names tell."""
+        mine, source = self.provenance(), str(other.get("source"))
+        if self.source == "-" or any(other.get(x) != mine[x] for x in ("split", "name", "revision")):
+            return False
+        if is_builtin(source) and is_builtin(self.source):
+            return not set(builtin_files(source, self.split)).isdisjoint(builtin_files(self.source, self.split))
+        return source == self.source
 
 
 def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say | None = None) -> Iterator[str]:

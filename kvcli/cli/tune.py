@@ -111,6 +111,7 @@ def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case],
     from kvcli.eval.tune import ROUNDS, SCREENED, Goal, Objective, tune, widths_of
 
     tokens, loaded = options.context, options.load(output)
+    options.warn_of_fits([*bases, *fitted], output)
     most = options.max_bytes(tokens, tokens * loaded.spec.fp16_bytes_per_token())
     goal = Goal(tokens, math.inf if options.max_kld is None else options.max_kld, most)
     sequences = options.sequences(loaded, options.search_sequences + options.num_sequences, options.seq_len, output)

@@ -22,8 +22,10 @@ def number(value: float, template: str = "{:.4f}") -> str:
     return text if not value or re.search("[1-9]", text) else f"{value:{'+' * ('+' in template)}.1e}"
 
 
-def share(ratio: float, digits: int = 2) -> str:
-    """What is left where there was `ratio` times as much: 1/4.00, or 2.00 if it became more."""
+def share(ratio: float | None, digits: int = 2) -> str:
+    """What is left where there was `ratio` times as much: 1/4.00, or 2.00 if it became more; - if that is not known."""
+    if ratio is None:
+        return "-"
     return f"1/{ratio:.{digits}f}" if ratio >= 1 else f"{1 / ratio:.{digits}f}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -104,6 +104,15 @@ class TextOptions(ModelOptions):
         from kvcli.calibrate.corpus import documents
 
         return documents(self.corpus_config(), skipping=reporter.warn if self.skip_bad_rows else None)
+
+    def warn_of_fits(self, cases: Iterable[Case], reporter: Reporter) -> None:
+        """Says which cases were fitted to text of this corpus."""
+        for case in cases:
+            record = case.choice.fitted.metadata["provenance"].get("corpus", {}) if case.choice.fitted else {}
+            if self.corpus_config().shares_text(record):
+                reporter.warn(
+                    f"warning: {case.label} was fitted to text of this corpus, and may lose more on any other"
+                )
 
     def documents(self, reporter: Reporter) -> list[str]:
         """The first documents of the corpus in its seeded order; a dataset on a hub has no end worth waiting for."""
@@ -226,9 +235,8 @@ class EvalRun(Run):
         loaded = options.load(reporter)
         for case in self._cases:  # before anything is measured
             case.choice.check_model(loaded.spec, loaded.fingerprint)
-            fitted = case.choice.fitted.metadata["provenance"].get("corpus", {}) if case.choice.fitted else {}
-            if isinstance(options, TextOptions) and options.corpus_config().shares_text(fitted):
-                reporter.warn(f"warning: {case.label} was fitted to this text, and may lose more on any other")
+        if isinstance(options, TextOptions):
+            options.warn_of_fits(self._cases, reporter)
         loaded.check_length(max(getattr(options, "contexts", [0])), reporter.warn)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, self._cases, reporter)

@@ -14,6 +14,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from kvcli.calibrate.builtin_text import domains
 from kvcli.calibrate.corpus import FINEWEB_EDU_REVISION, CorpusConfig, beginning, documents, token_sequences
 from kvcli.errors import CorpusError
 
@@ -57,6 +58,16 @@ def test_the_built_in_text_is_split_by_document() -> None:
     calibration, heldout = (set(documents(CorpusConfig(split=split))) for split in ("calibration", "heldout"))
     assert not calibration & heldout
     assert sum(len(text.encode()) for text in calibration | heldout) >= 2_000_000
+
+
+def test_corpora_that_share_text() -> None:
+    docs, stdin = CorpusConfig("builtin:docs"), CorpusConfig("-", "train")
+    part = f"builtin:{domains()['docs'][0]}"
+    assert all(docs.shares_text(CorpusConfig(x).provenance()) for x in ("builtin", "builtin:docs", part))
+    others = [CorpusConfig("builtin:docs", "heldout"), *map(CorpusConfig, ("builtin:code", "docs"))]
+    assert not any(docs.shares_text(x) for x in ({}, {"source": "-"}, *(x.provenance() for x in others)))
+    assert CorpusConfig.fineweb_edu().shares_text(CorpusConfig.fineweb_edu(seed=1).provenance())
+    assert not stdin.shares_text(stdin.provenance())  # the same name for any text
 
 
 def test_fineweb_edu_is_pinned_and_asked_for_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:

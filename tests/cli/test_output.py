@@ -82,7 +82,7 @@ def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture
 def test_units() -> None:
     texts = {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 3 * 2**20: "3.00 MiB", 5 * 2**30: "5.00 GiB"}
     assert {x: size(x) for x in texts} == texts
-    assert [share(4), share(1), share(0.5), share(2.34, 1)] == ["1/4.00", "1/1.00", "2.00", "1/2.3"]
+    assert [share(4), share(1), share(0.5), share(2.34, 1), share(None)] == ["1/4.00", "1/1.00", "2.00", "1/2.3", "-"]
     assert duration(61.4) == "1:01"
 
 
@@ -112,9 +112,7 @@ LARGE = {"THP_MEM_ALLOC_ENABLE": "1"}
         ("ask", 1, {"GOMP_SPINCOUNT": "7"}, {}),
     ],
 )
-def test_threads_are_prepared(
-    monkeypatch: Any, tmp_path: Path, command: str, running: int | None, environment: Any, added: dict[str, str]
-) -> None:
+def test_threads(monkeypatch: Any, tmp_path: Path, command: str, running: Any, environment: Any, added: Any) -> None:
     changed = dict(environment)
     monkeypatch.setattr(os, "environ", changed)
     monkeypatch.setattr(start, "_LOAD", tmp_path / "loadavg")

@@ -28,7 +28,7 @@ FIT = [
     (86, f"--methods kivi-2 --dtype float32 --shared-only --kernels {HEAVY}", "_extend_kernel window_kernels"),
     (90, f"{WIDE} --dtype float32 --shared-only", "_attend_kernel _decode_kernel _encode_kernel"),
     (86, f"{WIDE} --dtype bfloat16", "_attend_kernel _decode_kernel _encode_kernel"),
-    (90, f"{EXACT} --head-dim 128 --dtype float32", "_prepare _store _gather _put _per_channel _per_token"),
+    (90, f"{EXACT} --head-dim 128 --dtype float32", "_attend_full _prepare _store _gather _put _per_chan _per_token"),
     (86, f"{EXACT} --head-dim 256 --dtype bfloat16", "_attend_full_precision _store _prepare"),
     (86, f"{QJL} --head-dim 256 --dtype float32 --heads 7", "qjl.decode_kernels"),
     (120, f"{QJL} --head-dim 80 --dtype bfloat16 --heads 16", "qjl.decode_kernels"),

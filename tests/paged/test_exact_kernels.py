@@ -139,6 +139,17 @@ def test_new_tokens_are_prepared_as_in_the_reference(
     assert all(torch.equal(ours[3], rings[[5, 1, 2, 3, 2, 5]]) for ours in found)
 
 
+@pytest.mark.parametrize(("sinks", "ring"), [(0, 5), (2, 0)])
+def test_nothing_is_kept_where_there_is_no_place(sinks: int, ring: int) -> None:
+    key, pages, rings = random(2, 1, 16), random(3, sinks, 2, 1, 16), random(4, ring, 2, 1, 16)
+    batch = batch_of(None, [1, 0], [[-1, -1]] * 2, [[1, 3], [1, 3]])
+    for module in MODULES:
+        written = pages.clone(), rings.clone()
+        selected = module.prepare(key, key, *written, batch)
+        assert torch.equal(selected[1], torch.stack((torch.zeros_like(key[0]), key[1])))
+        assert all(map(torch.equal, written, (pages, rings)))
+
+
 def test_codes_are_put_into_pages_as_in_the_reference() -> None:
     """Fields with one head and with several, of one token and of groups, and what is beside them stays."""
     torch.manual_seed(0)
