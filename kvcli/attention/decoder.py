@@ -50,6 +50,7 @@ class Decoder:
         UsageError: steps for a cache that they cannot serve.
 
     Attributes:
+        steps: how tokens are made, once every row holds codes; `stepped`: whether any was made so.
         tokens: int64 [batch, max_new_tokens], of which `num_tokens` per row are made; `padding` after the end of a row.
     """
 
@@ -83,27 +84,12 @@ class Decoder:
         self._last = torch.full((batch,), -1)
         self._all_ended = False
         self._unseen: list[Tensor] = []
-        self._steps = Steps(cache, backends, mode, device)
+        self.steps = Steps(cache, backends, mode, device)
         # states of other layers cannot be taken back
         self._poll_steps = 1 if cache.other_layers and len(self._stops) else _POLL_STEPS
         self._before: list[Any] = []
         self._made = 0
         self.stepped = False
-
-    @property
-    def mode(self) -> Mode:
-        """How tokens are made, once every row holds codes: not by `graphs` where capturing failed."""
-        return self._steps.mode
-
-    @property
-    def note(self) -> str | None:
-        """Why steps are not captured; None if they are, or were not asked to be."""
-        return self._steps.graphs.note
-
-    @property
-    def graph_bytes(self) -> int:
-        """What the graphs hold."""
-        return self._steps.graphs.nbytes
 
     def run(
         self,
@@ -135,7 +121,7 @@ class Decoder:
                     break
                 self._show(on_tokens)
                 steady = left >= LEAST_STEPS and not self.cache.sequences.changes_within(left)
-                if self._steps.counts is not None or (self.mode != "passes" and steady and self.cache.can_step):
+                if self.steps.counts is not None or (self.steps.mode != "passes" and steady and self.cache.can_step):
                     self._by_step()
                     continue
                 mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
@@ -149,7 +135,7 @@ class Decoder:
             self._look()
             self._show(on_tokens)
         finally:
-            self._steps.end(self._made)
+            self.steps.end(self._made)
 
     def _show(self, on_tokens: Callable[[Tensor], None]) -> None:
         """Hands on what was read; whatever `on_tokens` raises, the cache is whole."""
@@ -163,9 +149,9 @@ class Decoder:
             return
         if not bool(self._finite):
             raise LogitsNotFinite
-        if self._steps.counts is not None and self.num_tokens - self._checked >= _POLL_STEPS:
+        if self.steps.counts is not None and self.num_tokens - self._checked >= _POLL_STEPS:
             self._checked = self.num_tokens
-            self._steps.check_ranges()
+            self.steps.check_ranges()
         new = self.tokens[:, self._seen : self.num_tokens].cpu()
         stops = torch.isin(new, self._stops.cpu())
         first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
@@ -204,13 +190,13 @@ class Decoder:
 
     def _by_step(self) -> None:
         """One more token per row."""
-        self._steps.prepare(self.max_new_tokens - self.num_tokens)
+        self.steps.prepare(self.max_new_tokens - self.num_tokens)
         self.stepped = True
-        step: Any = self._steps.counts
+        step: Any = self.steps.counts
         self._before.append(self.cache.sequences.counts.state)
         with self.cache.passes.complete_or_refused():
-            new = self._steps.append()
-            self._steps.run(lambda: self._accept(self._step_logits(step)))
+            new = self.steps.append()
+            self.steps.run(lambda: self._accept(self._step_logits(step)))
             self.num_tokens += 1
             self._made += 1
             made = self.num_tokens
@@ -218,4 +204,4 @@ class Decoder:
             if new.flushes and len(self._stops):
                 self._look()
             if new.flushes and self.num_tokens == made:
-                self._steps.encode(new)
+                self.steps.encode(new)

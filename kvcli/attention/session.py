@@ -307,8 +307,8 @@ class Session:
             again = partial(backbone(self.model), input_ids=input_ids, **with_cache(self.new_cache()))
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.num_tokens]), dim=1)
-        used: Mode = decoder.mode if decoder.stepped else "passes"
-        return Generated(sequences, decoder.num_tokens, cache, used, decoder.graph_bytes, decoder.note)
+        used, graphs = decoder.steps.mode if decoder.stepped else "passes", decoder.steps.graphs
+        return Generated(sequences, decoder.num_tokens, cache, used, graphs.nbytes, graphs.note)
 
     def chunks(self, cache: CompressedCache, width: int, left: int, mode: Mode | None = None) -> Chunks:
         """What reads `left` tokens per row into a cache, `width` in each call: a forward pass of the model.

@@ -31,8 +31,6 @@ from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 
-"""Said of how tokens were generated where layers were compiled."""
-
 _SHORTEST_CHUNK = 16
 _WARM_ROUNDS = 2
 """Rounds of encoding after which every graph was captured: each occurs in the first one."""

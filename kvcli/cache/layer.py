@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvcli.cache.counts import AnyEncoding, Counts, DeviceEncoding, Encoding, HostCounts, row_values
 from kvcli.cache.forward import Forward, Passes
@@ -21,6 +20,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Unrotate
 from kvcli.seam.layer import LayerAttention, untraced
 from kvcli.seam.patch import Seam
+from kvcli.seam.recorder import OwnLayer
 
 HEADROOM = 128
 """Fewest tokens by which a buffer grows after its first allocation."""
@@ -227,15 +227,11 @@ class NewTokens(NamedTuple):
     value: Tensor
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(OwnLayer):
     """Keys and values of one layer of full attention."""
-
-    is_sliding = False
-    supports_early_init = False
 
     def __init__(self, codec: LayerCodec, passes: Passes, seam: Seam, attention: LayerAttention) -> None:
         super().__init__()
-        self.keys = self.values = torch.empty(0)  # a tensor, which models may ask for its size
         self.codec, self.passes, self.seam, self.attention = codec, passes, seam, attention
         self.store: LayerStore | None = None
         self._device_before_offload: torch.device | None = None
@@ -254,22 +250,9 @@ class CompressedLayer(CacheLayerMixin):
             key_states = self.attention.in_order(key_states)
         return NewTokens(self, key_states, value_states), value_states
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are made by the first tokens."""
-
     def get_seq_length(self) -> int:
         """Slots seen so far, padding included."""
         return self.passes.sequences.slots
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask."""
-        return self.passes.sequences.slots + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def offload(self) -> None:
         """Moves the layer's tensors to the CPU."""

@@ -107,19 +107,24 @@ class ContextReader:
         device: torch.device | str = "cpu",
         say: Say = say_nothing,
         window: int = 0,
+        fit: Callable[[int, int], int] = lambda stored, length: length,
+        more_than: int = 0,
     ) -> tuple[Match, Context] | None:
         """`find` and `load`, again if another process removes or replaces the context in between; raises as both.
 
         A part of a context leaves at least `window` tokens of the prompt to be read, so that its last ones are in full
-        precision as after any other reading; a context that is used whole has its own window.
+        precision as after any other reading; a context that is used whole has its own window. One of which no more than
+        `more_than` tokens are of use is not loaded: None.
         """
         while True:
-            match = self.find(token_ids, identity, say)
+            match = self.find(token_ids, identity, say, fit)
             if window and match is not None and not match.is_whole:
                 tokens = as_tokens(token_ids)
-                match = self.find(tokens[: max(0, len(tokens) - window)], identity)
+                match = self.find(tokens[: max(0, len(tokens) - window)], identity, fit=fit)
+            if match is None or match.num_tokens <= more_than:
+                return None
             with suppress(ReplacedError):
-                return None if match is None else (match, self.load(match, device))
+                return match, self.load(match, device)
 
     def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
         """All of a context, by name; raises as `get`, and ContextError for another identity, saying what differs."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.attach import attach
@@ -29,6 +29,7 @@ from kvcli.rope import NoRope
 from kvcli.seam.decoder import find_decoder
 from kvcli.seam.layer import AttentionCall, LayerAttention, untraced
 from kvcli.seam.patch import Seam
+from kvcli.seam.recorder import OwnLayer
 from kvcli.seam.trial import TOLERANCE
 from kvcli.seam.versions import cache_of, with_cache
 
@@ -45,15 +46,11 @@ class PagedTokens(NamedTuple):
     key: Tensor
 
 
-class _PagedLayer(CacheLayerMixin):
+class _PagedLayer(OwnLayer):
     """Hands new tokens to the attention."""
-
-    is_sliding = False
-    supports_early_init = False
 
     def __init__(self, attention: LayerAttention) -> None:
         super().__init__()
-        self.keys = self.values = torch.empty(0)
         self._attention = attention
 
     @untraced
@@ -62,22 +59,9 @@ class _PagedLayer(CacheLayerMixin):
         self.is_initialized = True
         return PagedTokens(self._attention.in_order(key_states)), value_states
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-
     def get_seq_length(self) -> int:
         """None: a pass says all positions, and attention needs no mask."""
         return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As of a first pass."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
 class PagedModel:

@@ -50,10 +50,32 @@ class ProbeTokens:
     new_value: Tensor
 
 
-class ProbeLayer(CacheLayerMixin):
-    """A cache layer that keeps keys and values and returns them as our cache does; latents as values."""
+class OwnLayer(CacheLayerMixin):
+    """A layer of a cache of ours as transformers takes it: one of full attention, without a limit."""
 
     is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = self.values = torch.empty(0)  # a tensor, which models may ask for its size
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: what it needs is made by the first tokens."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class ProbeLayer(OwnLayer):
+    """A cache layer that keeps keys and values and returns them as our cache does; latents as values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,19 +89,8 @@ class ProbeLayer(CacheLayerMixin):
         key, value = (torch.cat(x, dim=2) for x in zip(*self.tokens, strict=True))
         return ProbeTokens(key, value, value_states), value_states
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-
     def get_seq_length(self) -> int:
         return sum(key.shape[2] for key, _ in self.tokens)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 class Recorder:

@@ -178,7 +178,7 @@ class ContinuousEngine(JobThread):
         found = self.contexts.load(wanted, identity, fit, request.num_computed, self.model.device)
         if found is None:
             return 0
-        context, (stored, length) = found
+        (stored, length), context = found
         try:
             content.put(self.model, context.snapshot, request.pages[: length // size], request.num_computed // size)
         except CacheError as error:

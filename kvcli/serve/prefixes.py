@@ -195,7 +195,7 @@ class Prefixes:
         wanted, device = ids[:, : ends[-1] if ends else 0], self.session.model.device
         on_disk = self.contexts.load(wanted, identity, fit, length, device)
         if on_disk is not None:
-            context, match = on_disk
+            match, context = on_disk
             new.flushed = new.stored = match.num_tokens
             new.name, new.source = match.context.name, "disk"
             new.cache = self.session.load_cache(context)

@@ -78,22 +78,14 @@ class ServedContexts:
 
     def load(
         self, ids: Tensor, identity: CacheIdentity, fit: Callable[[int, int], int], more_than: int, device: torch.device
-    ) -> tuple[Context, Match] | None:
-        """A context, verified, of more than so many of these tokens; `fit` is that of `ContextStore.find`."""
+    ) -> tuple[Match, Context] | None:
+        """A context, verified, of more than so many of these tokens, as `ContextStore.fetch`; None if it cannot be."""
         if self.store is None or ids.shape[1] <= more_than:
             return None
         try:
-            while (match := self.store.find(ids, identity, self._say, fit)) is not None:
-                if match.num_tokens <= more_than:
-                    return None
-                try:
-                    return self.store.load(match, device), match
-                except ContextError as error:
-                    self._say(str(error))
-                    if match.context.name in self.store.names():
-                        return None
+            return self.store.fetch(ids, identity, device, self._say, fit=fit, more_than=more_than)
         except (ContextError, CacheError, OSError) as error:
-            self._say(f"the store cannot be read: {error}")
+            self._say(str(error) if isinstance(error, ContextError) else f"the store cannot be read: {error}")
         return None
 
     @staticmethod

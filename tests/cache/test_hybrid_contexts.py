@@ -72,8 +72,7 @@ def test_states_of_another_kind_are_refused() -> None:
 
 @pytest.fixture(params=["gemma3_text", "qwen3_5_text"])
 def chatting(request: pytest.FixtureRequest) -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     return replace(load(make(request.param, vocab_size=300)), tokenizer=tokenizer)
 
 

@@ -116,8 +116,7 @@ def test_quantized_and_tied_weights_and_those_that_are_not_loaded() -> None:
 def adapted() -> Any:
     """A loaded chat model with adapters a and b, of which a is active."""
     loaded = load(make_model("llama", vocab_size=300, max_position_embeddings=2048))
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     return replace(loaded, model=lora(loaded.model, "a", "b"), tokenizer=tokenizer)
 
 

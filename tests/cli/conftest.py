@@ -71,8 +71,7 @@ def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose tokenizer decodes what it encodes and has a chat template."""
     from byte_tokenizer import CHAT, byte_tokenizer
 
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     model = load(make_model("llama", vocab_size=300, eos_token_id=2))
     return loaded_by_commands(monkeypatch, replace(model, tokenizer=tokenizer))
 

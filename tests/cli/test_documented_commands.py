@@ -30,7 +30,7 @@ RUN = ("README.md", "docs/quickstart.md", "docs/contexts.md", "docs/planning.md"
 NOT_RUN = {
     "CONTRIBUTING.md": "the whole tests, and benchmarks for a GPU",
     "docs/adding_a_method.md": "tests/cli/test_adding_a_method.py runs it",
-    "docs/adding_a_suite.md": "tests/cli/test_adding_a_suite.py runs it",
+    "docs/adding_a_suite.md": "tests/cli/test_adding_a_method.py runs it",
     "docs/benchmarks.md": "hours on a GPU",
     "docs/engines.md": "tests/integrations runs its parts; vLLM's server needs a GPU",
     "docs/library.md": "tests/cli/test_library_command.py runs such commands",

@@ -13,6 +13,5 @@ from factories import load, make_model
 
 @pytest.fixture
 def loaded() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     return replace(load(make_model("llama", vocab_size=300, eos_token_id=None)), tokenizer=tokenizer)

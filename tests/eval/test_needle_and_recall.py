@@ -22,8 +22,7 @@ from kvcli.models.load import LoadedModel
 
 @pytest.fixture
 def chatty(loaded: LoadedModel) -> LoadedModel:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     return replace(loaded, tokenizer=tokenizer)
 
 

@@ -34,8 +34,7 @@ def made(task: str, size: int, seed: int = 0) -> ruler.Made:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompts_fill_their_context_and_hold_the_right_answers(loaded: LoadedModel, task: str, chat: bool) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     model = replace(loaded, tokenizer=tokenizer)
     context = 6000 if task == "cwe" else 1000
     options = RulerOptions(tasks=[task], contexts=[context], num_prompts=3)

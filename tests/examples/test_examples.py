@@ -25,8 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny model."""
-    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer(CHAT)
     make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
     tokenizer.save_pretrained(made)
     return str(made)

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 from factories import make_model
+from families import make, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcli.errors import UnsupportedModelError
+from kvcli.methods.packing import pack_bits, pack_planes, packed_size, planes_size, unpack_bits, unpack_planes
 from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation, from_pairs, to_pairs
-from kvcli.spec import ModelSpec
+from kvcli.seam.probe import probe
+from kvcli.spec import NO_ROPE, ModelSpec
 
 
 def test_rotation_equals_transformers_bit_for_bit() -> None:
@@ -107,3 +112,78 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
     config = AutoConfig.for_model(family, num_hidden_layers=2, **changes)
     with pytest.raises(UnsupportedModelError, match=named):
         ModelSpec.from_config(config)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_a_config_tells_the_width_of_values() -> None:
+    model = make("mimo_v2_flash", v_head_dim=8)
+    told = ModelSpec.from_config(model.config)
+    assert told == probe(model).spec
+    assert (told.head_dim, told.value_dim, told.rope.rotary_dim) == (16, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "rotates", "unrotated"),
+    [
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, True, (0, 3)),  # counted among those of full attention
+        ("smollm3", {"no_rope_layers": [0, 0, 0, 0]}, False, ()),
+        ("llama", {"position_embedding_type": "absolute"}, True, ()),  # a field that this type does not have
+        ("qwen3_5_text", {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}, True, ()),  # three equal positions
+    ],
+)
+def test_a_config_says_what_we_rotate(
+    family: str, changes: dict[str, Any], rotates: bool, unrotated: tuple[int, ...]
+) -> None:
+    spec = ModelSpec.from_config(tiny_config(family, **changes))
+    assert (spec.rope.rope_type != NO_ROPE, spec.unrotated) == (rotates, unrotated)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek_v32", {}, "indexed_attention"),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}, "what another one caches"),
+    ],
+)
+def test_sizes_are_not_told_of_caches_that_are_not_keys_and_values(
+    family: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ModelSpec.from_config(tiny_config(family, **changes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(n_bits=st.integers(1, 16), count=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_packing_round_trip_without_waste(n_bits: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**n_bits, (2, 3, count), generator=generator)
+    packed = pack_bits(codes, n_bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, packed_size(count, n_bits)) == (2, 3, -(-count * n_bits // 8))
+    assert torch.equal(unpack_bits(packed, n_bits, count), codes.int())
+
+
+def test_packing_is_little_endian() -> None:
+    assert pack_bits(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
+    assert pack_bits(torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 1]), 1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("n_bits", "count"), [(1, 80), (2, 128), (4, 96), (8, 64), (2, 33), (1, 5)])
+def test_planes_round_trip(n_bits: int, count: int) -> None:
+    codes = torch.randint(0, 2**n_bits, (2, 3, count))
+    packed = pack_planes(codes, n_bits)
+    assert packed.shape[-1] == planes_size(count, n_bits) <= packed_size(count, n_bits) + 1
+    assert torch.equal(unpack_planes(packed, n_bits, count), codes.int())
+
+
+def test_planes_are_far_apart_in_a_word() -> None:
+    words = pack_planes(torch.tensor([3, 0, 1, 2] + [0] * 12), 2).view(torch.int16)
+    assert words.tolist() == [3 | 1 << 2, 0 | 2 << 2]
+
+
+@pytest.mark.parametrize("n_bits", [0, 17])
+def test_packing_refuses_other_widths(n_bits: int) -> None:
+    with pytest.raises(ValueError, match="n_bits"):
+        pack_bits(torch.zeros(3, dtype=torch.long), n_bits)

@@ -147,8 +147,7 @@ def prepare(folder: Path) -> None:
     """A model with a tokenizer that has a chat template, and texts."""
     model = make_model("llama", vocab_size=300, eos_token_id=2, max_position_embeddings=4096)
     model.save_pretrained(folder / "model")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    tokenizer = byte_tokenizer(CHAT)
     tokenizer.save_pretrained(folder / "model")
     (folder / "corpus.txt").write_text("\n".join(f"{TEXT} Paragraph {i * i}. " * 4 for i in range(8)))
     (folder / "text.txt").write_text(TEXT)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.method import METHOD
 from kvcli.rope import from_pairs
 
 pytest.importorskip("triton")
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kvcli.methods.commvq.attend_kernels import unsupported
 from kvcli.methods.commvq.encode_keys_kernels import _norms
 from kvcli.methods.commvq.search_kernels import _argmin, search, search_tile
 
@@ -213,3 +215,24 @@ def test_no_tokens() -> None:
     for codes in both(commvq_keys(16), torch.zeros(3, 2, 0, 16, device=DEVICE)):
         assert codes.num_tokens == 0
         assert len(codes.packed) == 3
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "changes", "reason"),
+    [
+        (64, 64, {}, None),
+        (128, 128, {"pairs_per_group": 8}, None),
+        (256, 256, {"codebook_size": 256}, None),
+        (80, 80, {}, "CommVQ keys of head_dim 80 in groups of 40 pairs"),
+        (96, 96, {}, "CommVQ keys of head_dim 96 in groups of 48 pairs"),
+        (32, 32, {}, "CommVQ keys of head_dim 32 in groups of 16 pairs"),
+        (64, 64, {"pairs_per_group": 4}, "CommVQ keys of head_dim 64 in groups of 4 pairs"),
+        (128, 64, {}, "keys that are rotated in part of their channels"),
+        (64, 64, {"value_code_bits": 24}, "24 value bits; choose a multiple of 16"),
+    ],
+)
+def test_unsupported_shapes_are_known_before_the_first_token(
+    head_dim: int, rotary_dim: int, changes: dict[str, Any], reason: str | None
+) -> None:
+    spec = make_spec(head_dim, rotary_dim=rotary_dim)
+    assert unsupported(METHOD.build(spec, CommVQConfig(**changes), 0)) == reason

@@ -17,15 +17,15 @@ REPORT = "eval/test_report.py::test_"
 
 SEEN: dict[str, str] = {
     # kvcli's foundation
-    "kvcli.methods.packing:pack_bits": "foundation/test_packing.py",
-    "kvcli.methods.packing:unpack_bits": "foundation/test_packing.py",
-    "kvcli.methods.packing:pack_planes": "foundation/test_packing.py",
-    "kvcli.methods.packing:unpack_planes": "foundation/test_packing.py",
+    "kvcli.methods.packing:pack_bits": "foundation/test_rope_and_spec.py",
+    "kvcli.methods.packing:unpack_bits": "foundation/test_rope_and_spec.py",
+    "kvcli.methods.packing:pack_planes": "foundation/test_rope_and_spec.py",
+    "kvcli.methods.packing:unpack_planes": "foundation/test_rope_and_spec.py",
     "kvcli.rope:Rotation.apply": "foundation/test_rope_and_spec.py",
     "kvcli.rope:Rotation.unapply": "foundation/test_rope_and_spec.py",
     "kvcli.rope:Rope.rotation": "foundation/test_rope_and_spec.py",
     "kvcli.rope:to_pairs": "methods/test_commvq_keys.py",
-    "kvcli.spec:ModelSpec.from_config": "seam/test_spec_of_config.py",
+    "kvcli.spec:ModelSpec.from_config": "foundation/test_rope_and_spec.py",
     "kvcli.registry:parse_name": "foundation/test_names_and_fingerprints.py",
     "kvcli.registry:method_name": "cli/test_compress_command.py",
     "kvcli.models.fingerprint:fingerprint": "foundation/test_names_and_fingerprints.py",
@@ -219,7 +219,7 @@ OTHERS: dict[str, str] = {
     "kvcli.contexts.store:ContextStore.prune": "contexts",
     "kvcli.cache.blocks:verify_blocks": "faults/test_context_damage.py contexts",
     # measuring
-    "kvcli.eval.quality:token_scores": "eval/test_scores.py",
+    "kvcli.eval.quality:token_scores": "eval/test_intervals.py",
     "kvcli.eval.intervals:estimate": "eval/test_intervals.py",
     "kvcli.eval.intervals:paired_difference": "eval/test_intervals.py",
     "kvcli.eval.intervals:check_baseline": "eval/test_records_and_gates.py",

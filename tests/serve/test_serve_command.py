@@ -34,8 +34,7 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model."""
-    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer(CHAT)
     make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
     tokenizer.save_pretrained(made)
     return made

@@ -97,8 +97,7 @@ class Storm:
 @pytest.fixture
 def storm(tmp_path: Path) -> Iterator[Storm]:
     """A server of a tiny model, which ends with the test."""
-    folder, tokenizer = tmp_path / "tiny", byte_tokenizer()
-    tokenizer.chat_template = CHAT
+    folder, tokenizer = tmp_path / "tiny", byte_tokenizer(CHAT)
     make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     made = Storm(folder, tmp_path / "alone")

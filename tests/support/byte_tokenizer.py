@@ -13,11 +13,12 @@ CHAT = (
 )
 
 
-def byte_tokenizer() -> Any:
+def byte_tokenizer(chat_template: str | None = None) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{character: 3 + i for i, character in enumerate(alphabet)}}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special, clean_up_tokenization_spaces=False)
+    fixed = {"clean_up_tokenization_spaces": False, "chat_template": chat_template}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special, **fixed)

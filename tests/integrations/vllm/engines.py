@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from engine_answers import NEW_TOKENS, Answer
 from factories import record
@@ -18,6 +20,14 @@ from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.registry import get_method
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def needs_vllm() -> pytest.MarkDecorator:
+    """Skips the rest of a module without vLLM; a mark that lets vLLM, and what it imports, warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
+    return pytest.mark.filterwarnings("default")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PagedCache, check, prompts_of, session_of
-from engines import answers, engine, fitted, saved
+from engines import answers, engine, fitted, needs_vllm, saved
 from families import make
 
 import kvcli
 from kvcli.errors import CacheError, KvcliError, UnsupportedModelError, UsageError
 
-pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
+pytestmark = needs_vllm()
 
 SIZES = {
     "head_dim": 64,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_answers import prompts_of
-from engines import answers, engine, fitted, saved
+from engines import answers, engine, fitted, needs_vllm, saved
 
 from kvcli.errors import UsageError
 
-pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
+pytestmark = needs_vllm()
 
 
 @pytest.mark.parametrize("name", ["turboquant-3", "klt"])

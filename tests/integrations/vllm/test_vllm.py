@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
-from engines import answers, engine, fitted, saved, with_biases
+from engines import answers, engine, fitted, needs_vllm, saved, with_biases
 from factories import load, make_model
 from families import make
 
@@ -23,10 +22,7 @@ from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ArtifactError, CacheError, KvcliError, UsageError
 from kvcli.registry import get_method, parse_method
 
-pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
+pytestmark = needs_vllm()
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant")
 
