@@ -14,10 +14,9 @@ from kvcli._version import __version__
 
 if TYPE_CHECKING:
     from kvcli.artifact.artifact import Artifact
-    from kvcli.attention.attach import attach
+    from kvcli.attention.attach import attach, new_cache
     from kvcli.attention.generation import Generated, SamplingConfig
     from kvcli.attention.session import Session
-    from kvcli.attention.shared import new_cache
     from kvcli.cache.compressed import MemoryReport
     from kvcli.cache.context import Context
     from kvcli.models.load import load_model
@@ -50,7 +49,7 @@ _MODULES = {
     "Session": "kvcli.attention.session",
     "attach": "kvcli.attention.attach",
     "load_model": "kvcli.models.load",
-    "new_cache": "kvcli.attention.shared",
+    "new_cache": "kvcli.attention.attach",
 }
 
 

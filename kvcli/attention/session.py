@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
-from kvcli.attention.chunks import Chunks
 from kvcli.attention.compose import Composed, compose
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
 from kvcli.attention.generation import (
@@ -29,6 +28,7 @@ from kvcli.attention.generation import (
     stop_tokens,
 )
 from kvcli.attention.layer import attend_layer, flush_layer
+from kvcli.attention.steps import Chunks
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity

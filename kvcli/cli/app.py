@@ -14,7 +14,7 @@ from kvcli.cli.output import write_stdout
 from kvcli.registry import FIT_NAMES
 
 COMMANDS = {
-    **{"demo": "demo:COMMAND", "recommend": "recommend:COMMAND", "plan": "plan:COMMAND"},
+    **{"demo": "demo:COMMAND", "recommend": "plan:RECOMMEND", "plan": "plan:PLAN"},
     **{"calibrate": "calibrate:CALIBRATE", "merge": "calibrate:MERGE", "fit": "fit:FIT"},
     **{name: f"fit:OTHER_NAMES.{name.replace('-', '_')}" for name in FIT_NAMES},
     **{"export": "fit:EXPORT", "ask": "ask:COMMAND", "generate": "generate:COMMAND", "compress": "compress:COMMAND"},

@@ -16,8 +16,7 @@ from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, Model
 from kvcli.commands.paths import is_artifact_of, newest_artifact
 from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
-from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type
-from kvcli.eval.verdict import verdict
+from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, read_rows, record_type, verdict
 from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, parse_name

@@ -25,8 +25,8 @@ from kvcli.eval.records import (
     difference,
     interval,
     read_plain,
+    verdict,
 )
-from kvcli.eval.verdict import verdict
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
 

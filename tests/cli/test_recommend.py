@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from console import refused, result, says
 
-from kvcli.cli import recommend
+from kvcli.cli import plan
 from kvcli.commands.sizes import size
 from kvcli.models.shapes import shape_config
 from kvcli.plan import memory
 from kvcli.registry import make_config, method_name, parse_name
 
 MODEL_CONFIG = memory.model_config
-SHIPPED = recommend.LOSSES
+SHIPPED = plan.LOSSES
 TABLES = {table["model"]: table for table in json.loads(SHIPPED.read_text())}
 
 
@@ -27,7 +27,7 @@ def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"text": "essays", "tokens": 99, "window": "the first 4", "scale": "kivi-2"}
     kl = {"kivi-2": 0.2, "kivi-4": 0.01, "klt-2": 0.05}
     tables = [{"model": "large", **about, "kl": {**kl, "kivi-2": 0.04}}, {"model": "tiny", **about, "kl": kl}]
-    monkeypatch.setattr(recommend, "LOSSES", tmp_path / "losses.json")
+    monkeypatch.setattr(plan, "LOSSES", tmp_path / "losses.json")
     (tmp_path / "losses.json").write_text(json.dumps(tables))
 
 
@@ -73,7 +73,7 @@ def test_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *TABLES])
 def test_the_losses_that_are_shipped_are_read(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "model_config", MODEL_CONFIG)
-    monkeypatch.setattr(recommend, "LOSSES", SHIPPED)
+    monkeypatch.setattr(plan, "LOSSES", SHIPPED)
     rows = {row["method"]: row["loss"] for row in result("recommend", model, "--memory", "24GiB", "--json")["methods"]}
     assert rows.keys() == {
         "fp16",
@@ -92,9 +92,9 @@ def test_losses_of_other_models_are_said_to_be_theirs() -> None:
 
 def test_losses_of_several_models_are_on_one_scale() -> None:
     """A method of one of them stands where its share of kivi-2's loss there puts it."""
-    tables = json.loads(recommend.LOSSES.read_text())
+    tables = json.loads(plan.LOSSES.read_text())
     tables[1]["kl"]["rtn-4"] = 0.1  # half of kivi-2's 0.2, and more than its 0.04 on the other model
-    recommend.LOSSES.write_text(json.dumps(tables))
+    plan.LOSSES.write_text(json.dumps(tables))
     made = recommended("--memory", "100GiB", model="org/unknown")["methods"]
     assert [row["method"] for row in made] == ["fp16", "kivi-4", "rtn-4", "kivi-2", "klt-2"]
     assert [row["loss"] for row in made] == pytest.approx([0, 0.25, 0.5, 1, 1.25])

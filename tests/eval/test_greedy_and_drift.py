@@ -9,8 +9,8 @@ import torch
 
 import kvcli
 from kvcli.artifact.choice import MethodChoice
-from kvcli.attention.chunks import Chunks
 from kvcli.attention.session import Session
+from kvcli.attention.steps import Chunks
 from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.eval import drift

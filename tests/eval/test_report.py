@@ -22,7 +22,7 @@ from test_suites import KIVI, SIZES
 from kvcli._version import __version__
 from kvcli.commands.sizes import number
 from kvcli.eval.intervals import metrics_of
-from kvcli.eval.verdict import verdict
+from kvcli.eval.records import verdict
 from kvcli.models.load import LoadedModel
 from kvcli.report.page import by_task, capacity, loss_by_size, needles, quotations
 from kvcli.report.tables import Row, answers, quality, read, sections, unique_names

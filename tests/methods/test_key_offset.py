@@ -13,9 +13,8 @@ from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_
 from kvcli.attention import reference
 from kvcli.attention.attach import attach
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import fit_layer
+from kvcli.methods.commvq.fit import choose_offset, fit_layer
 from kvcli.methods.commvq.method import METHOD
-from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, OffsetState
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method, make_config
@@ -218,7 +217,7 @@ def test_an_offset_is_chosen_by_few_stages_as_by_all(
     codec, found = METHOD.build(make_spec(), config, 0).key, []
     for _ in range(2):
         found.append(choose_offset(codec, biased, biased, config, torch.Generator().manual_seed(0))[0])
-        monkeypatch.setattr("kvcli.methods.commvq.offset._PILOT_STAGES", config.num_residuals)
+        monkeypatch.setattr("kvcli.methods.commvq.fit._PILOT_STAGES", config.num_residuals)
     assert set(found) <= expected
 
 

@@ -14,8 +14,7 @@ from kvcli.artifact.fit import fit_recording
 from kvcli.errors import ConfigError
 from kvcli.methods.config import SQuatConfig
 from kvcli.methods.scalar.codec import PerChannelKey
-from kvcli.methods.squat.codec import SQuatKey, SQuatState
-from kvcli.methods.squat.subspace import correction, leading_factor, query_gram
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, correction, leading_factor, query_gram
 from kvcli.registry import get_method
 from kvcli.seam.versions import with_cache
 

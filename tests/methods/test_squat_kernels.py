@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.config import SQuatConfig
-from kvcli.methods.squat.codec import SQuatKey, SQuatState
-from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor, query_gram
 
 pytest.importorskip("triton")
 

@@ -46,7 +46,7 @@ SEEN: dict[str, str] = {
     "kvcli.methods.scalar.codec:PerTokenKey.scores": "methods/test_products_with_codes.py",
     "kvcli.methods.scalar.codec:PerTokenValue.weighted_sum": "methods/test_products_with_codes.py",
     "kvcli.methods.squat.codec:SQuatKey.encode": "methods/test_squat.py",
-    "kvcli.methods.squat.subspace:corrections": "methods/test_squat.py",
+    "kvcli.methods.squat.codec:corrections": "methods/test_squat.py",
     "kvcli.methods.qjl.codec:QJLKey.encode": "methods/test_qjl.py",
     # cache and attention
     "kvcli.cache.counts:TokenCounts.append": "cache/test_store.py " + CACHE,
