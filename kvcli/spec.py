@@ -268,3 +268,8 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
 def no_rope(head_dim: int) -> RopeSpec:
     """The RoPE of a model without RoPE, or with one that is not understood: keys are stored as they reach attention."""
     return RopeSpec(NO_ROPE, 1.0, head_dim - head_dim % 2)
+
+
+def bits_per_value(nbytes: int, num_values: int) -> float:
+    """Stored bits per key or value; 0 without any."""
+    return 8 * nbytes / num_values if num_values else 0.0

@@ -7,8 +7,9 @@ import sys
 
 import typer
 
-from kvcli.cli import report, suites
+from kvcli.cli import suites
 from kvcli.cli.groups import group
+from kvcli.cli.inspect import REPORT
 from research import domains, reproduce
 from research.rivals import driver as rivals
 from research.suites import add
@@ -16,7 +17,7 @@ from research.suites import add
 
 def make_app() -> typer.Typer:
     """The program; `eval`, `bench` and `report` know the suites of the registry."""
-    others = {module.COMMAND.name: module.COMMAND.typer() for module in (report, domains, reproduce, rivals)}
+    others = {x.name: x.typer() for x in (REPORT, domains.COMMAND, reproduce.COMMAND, rivals.COMMAND)}
     commands = {"eval": suites.EVAL, "bench": suites.BENCH, **others}
     return group("research", commands, lambda command: command, no_args_is_help=True)
 

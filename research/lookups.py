@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcli.cache.blocks import Block, encode, num_coded
-from kvcli.cache.context import INPUT_IDS, ContextRecord
+from kvcli.cache.blocks import encode
+from kvcli.cache.context import INPUT_IDS
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.snapshot import SnapshotCounts
+from kvcli.cache.record import Block, ContextRecord, SnapshotCounts, num_coded
 from kvcli.contexts import ContextStore
 from kvcli.contexts.store import _insert
 

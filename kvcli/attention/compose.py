@@ -17,10 +17,11 @@ from torch import Tensor
 
 from kvcli.cache.blocks import is_plain
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.context import Context, start_of
+from kvcli.cache.context import Context
 from kvcli.cache.counts import Encoding
 from kvcli.cache.joined import joined, obstacle
 from kvcli.cache.ranges import Note, Ranges
+from kvcli.cache.record import start_of
 from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError, UsageError, error_text
 from kvcli.methods.base import Codes

@@ -76,7 +76,7 @@ FIGURES = {
 
 def timed(row: Row, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> Row:
     """The row with its times and the figures that follow from them; without `sdpa_us`, it is SDPA's own."""
-    from kvcli.methods.base import bits_per_value
+    from kvcli.spec import bits_per_value
 
     times, sdpa_us = vars(timing), row.figures.get("sdpa_us", timing.p50_us)
     return replace(row, note=timing.note).plus(

@@ -13,51 +13,26 @@ names would take a noticeable part of it, and copying as many tensors to a GPU l
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
-from pathlib import Path
-from typing import Annotated
 
 import torch
 from blake3 import blake3
-from pydantic import Field, PositiveInt
 from safetensors.torch import save
 from torch import Tensor
 
-from kvcli.cache.snapshot import POSITIONS, VALID, Snapshot, SnapshotCounts
+from kvcli.cache.record import POSITIONS, VALID, Block, Place, SnapshotCounts, num_coded
+from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError, error_text
-from kvcli.storage.reads import Part, memory_for, read_parts
+from kvcli.storage.reads import FilePart, memory_for, read_parts
 from kvcli.storage.tensors import SafetensorsHeader
 
 Tensors = dict[str, Tensor]
 
-BLOCK_TOKENS = 256
-"""Tokens of a part of codes, by default."""
-
 _LAYERS = re.compile(
     r"(?P<kind>layers|others)\.(?P<layers>\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)\.(?P<rest>.+)", re.ASCII
 )
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block by its content: the BLAKE3 of its bytes, and how many they are."""
-
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    bytes: PositiveInt
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a block lies: from which byte on in which file, and how many bytes that has."""
-
-    block: Block
-    path: Path
-    start: int
-    file_bytes: int
 
 
 def encode(tensors: Mapping[str, Tensor]) -> tuple[Block, bytes]:
@@ -96,7 +71,7 @@ def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -
                 raise CacheError(f"{place.path} is truncated or damaged (its size differs)")
         files = {place.path: place.file_bytes for place in places}
         memory = {path: memory_for(path, size, torch.device(device)) for path, size in files.items()}
-        parts = [Part(x.path, x.start, memory[x.path][x.start : x.start + x.block.bytes]) for x in places]
+        parts = [FilePart(x.path, x.start, memory[x.path][x.start : x.start + x.block.bytes]) for x in places]
         digests = read_parts(parts)
     except OSError as error:
         raise CacheError(f"{places[0].path} cannot be read ({error_text(error)})") from error
@@ -144,37 +119,6 @@ def is_plain(snapshot: Snapshot) -> bool:
     positions, valid = snapshot.tensors[POSITIONS], snapshot.tensors[VALID]
     in_order = torch.arange(positions.shape[-1], device=positions.device)
     return len(snapshot.counts.lengths) == 1 and bool(valid.all()) and bool((positions == in_order).all())
-
-
-def whole_groups(counts: SnapshotCounts, tokens: int) -> int:
-    """The next number of tokens that is made of whole groups of keys and of values."""
-    group = math.lcm(counts.key_group, counts.value_group)
-    return -(-tokens // group) * group
-
-
-def num_coded(counts: SnapshotCounts, size: int) -> int:
-    """Parts of `size` tokens of codes, keys and values, of the only row."""
-    return counts.attended[0] // size
-
-
-def tail_start(counts: SnapshotCounts) -> int:
-    """The length from which on the only row can be cut to every length, because no code has to be cut off."""
-    coded = max(*counts.coded_keys, *counts.coded_values)
-    return counts.sinks + coded if coded else 0
-
-
-def usable_length(counts: SnapshotCounts, size: int, common: int) -> int:
-    """How much of a stored sequence is of use to another one that begins with the same `common` tokens.
-
-    All of these, if no code has to be cut off for that; else whole parts of `size` tokens of codes, at least one; or 0.
-    """
-    parts = min(max(0, common - counts.sinks) // size, num_coded(counts, size))
-    length = common if common >= tail_start(counts) else counts.sinks + parts * size if parts else 0
-    try:
-        counts.without(counts.lengths[0] - length)
-    except CacheError:  # the codec's state was computed from later tokens, too
-        return 0
-    return length
 
 
 def split(snapshot: Snapshot, size: int) -> tuple[Tensors, list[Tensors], Tensors]:

@@ -25,13 +25,12 @@ from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
 from kvcli.errors import CacheError
-from kvcli.methods.base import bits_per_value
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.layer import untraced
 from kvcli.seam.patch import Seam
-from kvcli.spec import ModelSpec, layer_kinds
+from kvcli.spec import ModelSpec, bits_per_value, layer_kinds
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, row_values
+from kvcli.cache.counts import row_values
 from kvcli.cache.layer import HEADROOM, CodeBuffer, LayerStore
+from kvcli.cache.record import CODES, POSITIONS, VALID, WINDOWS, Counts, SnapshotCounts
 from kvcli.cache.sequences import Sequences
-from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
+from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import WindowLayout, ordinary_tensors, read_slots, write_slots
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec

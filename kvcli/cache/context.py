@@ -13,125 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, model_validator
 from torch import Tensor
 
 from kvcli._version import __version__
-from kvcli.cache.blocks import (
-    BLOCK_TOKENS,
-    Block,
-    Place,
-    Tensors,
-    encode,
-    is_plain,
-    join,
-    num_coded,
-    read_blocks,
-    split,
-    whole_groups,
-)
+from kvcli.cache.blocks import Tensors, encode, is_plain, join, read_blocks, split
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot, SnapshotCounts
-from kvcli.errors import CacheError, KvcliError, error_text
-from kvcli.methods.base import bits_per_value
-from kvcli.registry import method_name
+from kvcli.cache.record import BLOCK_TOKENS, VALID, WINDOWS, Block, ContextRecord, Place, num_coded, whole_groups
+from kvcli.cache.snapshot import Snapshot
+from kvcli.errors import CacheError, error_text
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
-from kvcli.storage.manifest import Sealed
 from kvcli.storage.tensors import SafetensorsHeader
-
-START = "start"
-"""The note of a context that says at which of its tokens the document begins, after what all documents begin with."""
 
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _ALIGNMENT = 8
 _NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
-
-
-def start_of(notes: Mapping[str, Any]) -> int:
-    """At which token the document of a context with these notes begins."""
-    start = notes.get(START)
-    return start if type(start) is int else 0  # of whoever wrote them
-
-
-class ContextRecord(Sealed):
-    """What is known of a context without its blocks.
-
-    Attributes:
-        identity: what it depends on, as `CacheIdentity.to_dict` gave it.
-        notes: of whoever saved it: `source`, what it was made from, and others.
-        part_tokens: tokens of a part of codes; 0 where `first` is all of several rows or of a row with padding.
-        bytes_of: bytes of `key_codes`, `value_codes`, the window's `keys` and `values`, `state` and so on, all layers.
-        values_per_token, keys_per_token: numbers in a token's keys and values, and in its keys (0: half), all layers.
-        tokens: block of all token ids, int32 [rows, slots]; None if they were not given.
-        first, coded, last: blocks of what precedes the codes, of the whole parts of codes, of the rest.
-    """
-
-    VERSION: ClassVar[int] = 5
-    ERROR: ClassVar[type[KvcliError]] = CacheError
-    REMEDY: ClassVar[str] = "make it again with 'kvcli compress'"
-
-    kvcli_version: str
-    identity: dict[str, Any]
-    notes: dict[str, Any]
-    counts: SnapshotCounts
-    part_tokens: NonNegativeInt
-    bytes_of: dict[str, NonNegativeInt]
-    values_per_token: NonNegativeInt
-    keys_per_token: NonNegativeInt = 0
-    tokens: Block | None
-    first: Block
-    coded: tuple[Block, ...]
-    last: Block | None
-
-    @model_validator(mode="after")
-    def _has_the_blocks_of_its_counts(self) -> Self:
-        size, plain = self.part_tokens, self.last is not None
-        if plain != (size > 0) or (plain and (len(self.counts.lengths) > 1 or whole_groups(self.counts, size) != size)):
-            raise ValueError("parts that cut rows or groups of tokens apart")
-        if len(self.coded) != (num_coded(self.counts, size) if plain else 0):
-            raise ValueError("more or fewer blocks than its tokens have")
-        return self
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(self.counts.lengths)
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All blocks; one that it needs twice is there once."""
-        blocks = (self.tokens, self.first, *self.coded, self.last)
-        return list(dict.fromkeys(block for block in blocks if block is not None))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.bytes for block in self.blocks)
-
-    @property
-    def method(self) -> str | None:
-        """The method with its bits; as it was noted where this version of kvcli does not know it."""
-        try:
-            return method_name(self.identity["method"], self.identity["config"])
-        except (KvcliError, TypeError, ValueError, KeyError):
-            return self.identity.get("method")
-
-    @property
-    def fp16_bytes(self) -> int:
-        """Bytes of its tokens uncompressed in 16 bits, and of the states of other layers as they are."""
-        return 2 * self.num_tokens * self.values_per_token + self.bytes_of.get("others", 0)
-
-    @property
-    def bits(self) -> tuple[float, float]:
-        """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
-        keys, size = self.keys_per_token or self.values_per_token // 2, self.bytes_of.get
-        numbers = sum(self.counts.coded_keys) * keys, sum(self.counts.coded_values) * (self.values_per_token - keys)
-        return bits_per_value(size(CODES[0], 0), numbers[0]), bits_per_value(size(CODES[1], 0), numbers[1])
 
 
 @dataclass(frozen=True)

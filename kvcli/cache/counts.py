@@ -7,20 +7,16 @@ encoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add, sub
+from operator import add
 
 import torch
 from torch import Tensor
 
+from kvcli.cache.record import Counts, attended_tokens, coded_within, subtracted
 from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout, WindowTokens
-from kvcli.errors import CacheError
 from kvcli.methods.method import Schedule
-
-Counts = tuple[int, ...]
-"""One number per row of the batch."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ class HostCounts:
     @cached_property
     def longest(self) -> int:
         """Window tokens of the row that has most, with the new ones."""
-        return max(_subtract(self.lengths, self.attended))
+        return max(subtracted(self.lengths, self.attended))
 
     @cached_property
     def max_codes(self) -> int:
@@ -168,7 +164,7 @@ class CodedCounts:
         With `everything`, nothing but a part of a group is kept.
         """
         schedule = Schedule(0, self.tokens_per_group, self.tokens_per_group) if everything else self.schedule
-        counts = tuple(map(schedule.encoded_now, _subtract(tokens, self.coded)))
+        counts = tuple(map(schedule.encoded_now, subtracted(tokens, self.coded)))
         self.coded = tuple(map(add, self.coded, counts))
         return counts
 
@@ -206,7 +202,7 @@ class TokenCounts:
     @property
     def window(self) -> Counts:
         """Window tokens of each row, sinks included."""
-        return _subtract(self.lengths, self.attended)
+        return subtracted(self.lengths, self.attended)
 
     def append(self, counts: Counts, everything: bool = False) -> HostCounts:
         """Adds `counts` new tokens to each row and encodes what the schedules say, or all whole groups."""
@@ -215,10 +211,10 @@ class TokenCounts:
         before, attended, coded = self.lengths, self.attended, (self.keys.coded, self.values.coded)
         self.lengths = tuple(map(add, before, counts))
         tokens = self._after_sinks(self.lengths)
-        layout = WindowLayout(self.sink_length, max(self.layout.ring, self._min_ring, *_subtract(tokens, attended)))
+        layout = WindowLayout(self.sink_length, max(self.layout.ring, self._min_ring, *subtracted(tokens, attended)))
         encoded = self.keys.encode(tokens, everything), self.values.encode(tokens, everything)
         self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
-        needed = WindowLayout(self.sink_length, max(self._min_ring, *_subtract(tokens, self.attended)))
+        needed = WindowLayout(self.sink_length, max(self._min_ring, *subtracted(tokens, self.attended)))
         # gives back what a long prompt needed
         self.layout = needed if layout.capacity > 2 * needed.capacity else layout
         keys, values = (_encodings(*pair, self.attended) for pair in zip(coded, encoded, strict=True))
@@ -246,12 +242,12 @@ class TokenCounts:
     def truncate(self, removed: list[int]) -> None:
         """Removes the last `removed` tokens of each row, after `coded_without` accepted them."""
         self.keys.coded, self.values.coded = self.coded_without(removed)
-        self.lengths = _subtract(self.lengths, removed)
+        self.lengths = subtracted(self.lengths, removed)
         self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
 
     def coded_without(self, removed: list[int]) -> tuple[Counts, Counts]:
         """Encoded keys and values of rows without their last `removed` tokens; raises as `coded_within`."""
-        tokens = self._after_sinks(_subtract(self.lengths, removed))
+        tokens = self._after_sinks(subtracted(self.lengths, removed))
         keys, values = (coded_within(x.coded, tokens, removed, x.tokens_per_group) for x in (self.keys, self.values))
         return keys, values
 
@@ -259,32 +255,11 @@ class TokenCounts:
         return tuple(max(0, length - self.sink_length) for length in lengths)
 
 
-def coded_within(coded: Counts, tokens: Counts, removed: list[int], tokens_per_group: int) -> Counts:
-    """How many `coded` tokens each row keeps of `tokens` after its sinks; CacheError if that cuts a group apart."""
-    kept = tuple(map(min, coded, tokens))
-    for count, from_codes in zip(removed, _subtract(coded, kept), strict=True):
-        if from_codes % tokens_per_group:
-            raise CacheError(
-                f"cannot remove {count} tokens: {from_codes} of them are part of a group of {tokens_per_group} tokens "
-                "that were encoded together; speculative decoding needs a method that encodes each token by itself"
-            )
-    return kept
-
-
-def attended_tokens(coded_keys: Counts, coded_values: Counts, group: int) -> Counts:
-    """Tokens of each row, after its sinks, whose keys and values are both codes, in whole groups."""
-    return tuple(count - count % group for count in map(min, coded_keys, coded_values))
-
-
 def row_values(values: Counts, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """One number per row as a tensor [batch]; where all are equal, without a copy from the host."""
     if min(values) == max(values):
         return torch.full((len(values),), values[0], device=device, dtype=dtype)
     return torch.tensor(values, device=device, dtype=dtype)
-
-
-def _subtract(first: Sequence[int], second: Sequence[int]) -> Counts:
-    return tuple(map(sub, first, second))
 
 
 def _encodings(starts: Counts, counts: Counts, attended: Counts) -> tuple[Encoding, ...]:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, HostCounts
+from kvcli.cache.counts import HostCounts
 from kvcli.cache.ranges import Ranges
+from kvcli.cache.record import Counts
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.step import DeviceCounts
 from kvcli.cache.window import WindowTokens

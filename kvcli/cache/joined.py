@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
+from kvcli.cache.record import CODES, POSITIONS, VALID, WINDOWS, SnapshotCounts
+from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import UsageError
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import ROPE_TILE, Rope, Rotation, unrotate

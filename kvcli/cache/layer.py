@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import AnyEncoding, Counts, DeviceEncoding, Encoding, HostCounts, row_values
+from kvcli.cache.counts import AnyEncoding, DeviceEncoding, Encoding, HostCounts, row_values
 from kvcli.cache.forward import Forward, Passes
 from kvcli.cache.ranges import Note
+from kvcli.cache.record import Counts
 from kvcli.cache.window import WindowLayout, ordinary_tensors, read_slots, write_slots
 from kvcli.errors import CacheError
 from kvcli.methods.base import Codec, Codes

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvcli.cache.counts import Counts, HostCounts, TokenCounts, row_values
+from kvcli.cache.counts import HostCounts, TokenCounts, row_values
+from kvcli.cache.record import Counts
 from kvcli.cache.window import ordinary_tensors
 from kvcli.errors import CacheError
 from kvcli.rope import NoRope, Rope

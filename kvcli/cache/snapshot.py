@@ -2,108 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from operator import sub
-from typing import Annotated
+from dataclasses import dataclass
 
 import torch
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, attended_tokens, coded_within
+from kvcli.cache.record import POSITIONS, VALID, WINDOWS, SnapshotCounts
 from kvcli.errors import CacheError
-
-VALID, POSITIONS = "valid", "positions"
-"""Names of the tensors that all layers share."""
-
-WINDOWS = ("keys", "values")
-"""Names of a layer's window tensors, as of the attributes of `LayerStore`."""
-
-CODES = ("key_codes", "value_codes")
-"""Names of a layer's code records, likewise."""
-
-Tokens = Annotated[int, Field(ge=0, le=2**40)]
-"""A number of tokens that a cache can hold."""
-
-Group = Annotated[int, Field(ge=1, le=2**40)]
-"""The same, of which there is one at least."""
-
-
-@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class SnapshotCounts:
-    """How many tokens a snapshot holds, and in what form; counts that contradict each other are a ValueError.
-
-    Attributes:
-        coded_keys, coded_values: encoded keys and values of each row, counted after its sinks.
-        observed: tokens of each row that the key codec's state was computed from; 0 for codecs without a state.
-        sinks: first tokens of a row, which are never encoded.
-        ring: slots of the window buffers after the sinks.
-        key_group, value_group: keys, and values, that are encoded together.
-        tokens_per_entry: tokens that share an entry, by name of a code tensor.
-    """
-
-    lengths: tuple[Tokens, ...]
-    coded_keys: tuple[Tokens, ...]
-    coded_values: tuple[Tokens, ...]
-    observed: tuple[Tokens, ...]
-    sinks: Tokens
-    ring: Group
-    key_group: Group
-    value_group: Group
-    tokens_per_entry: dict[str, Group]
-
-    def __post_init__(self) -> None:
-        rows = (self.lengths, self.coded_keys, self.coded_values, self.observed)
-        if not self.lengths or len({*map(len, rows)}) > 1:
-            raise ValueError("counts of a snapshot are of different numbers of rows, or of none")
-        for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group)):
-            for length, count in zip(self.lengths, coded, strict=True):
-                if count > max(0, length - self.sinks) or count % group:
-                    raise ValueError("more codes than tokens, or parts of groups, in the counts of a snapshot")
-        if any(observed > length for observed, length in zip(self.observed, self.lengths, strict=True)):
-            raise ValueError("a state computed from more tokens than a snapshot has")
-
-    @property
-    def group(self) -> int:
-        """Tokens that are attended to together as codes; a prefix that ends among codes is a multiple of it long."""
-        return max(self.key_group, self.value_group)
-
-    @property
-    def attended(self) -> Counts:
-        """Tokens of each row, after its sinks, that attention reads as codes."""
-        return attended_tokens(self.coded_keys, self.coded_values, self.group)
-
-    @property
-    def window(self) -> Counts:
-        """Window tokens of each row: its sinks, then those after `attended` others."""
-        return tuple(map(sub, self.lengths, self.attended))
-
-    def used(self, name: str) -> Counts | None:
-        """How much of axis 2 each row uses of a tensor; None for tensors that are not cut by time."""
-        if name in self.tokens_per_entry:
-            coded = self.coded_keys if f".{CODES[0]}." in name else self.coded_values
-            return tuple(-(-count // self.tokens_per_entry[name]) for count in coded)
-        return self.window if name.rpartition(".")[2] in WINDOWS and ".state." not in name else None
-
-    def without(self, removed: int) -> SnapshotCounts:
-        """The counts of one row without its last tokens, as `CompressedCache.crop` leaves them.
-
-        Raises:
-            CacheError: tokens that were encoded together would be cut apart, or a codec's state was computed from some
-                of those removed.
-        """
-        length = self.lengths[0] - removed
-        if length < self.observed[0]:
-            raise CacheError(
-                f"cannot cut to {length} tokens: the method's per-sequence state was computed from {self.observed[0]}"
-            )
-        tokens = (max(0, length - self.sinks),)
-        keys, values = (
-            coded_within(coded, tokens, [removed], group)
-            for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group))
-        )
-        return replace(self, lengths=(length,), coded_keys=keys, coded_values=values)
 
 
 @dataclass(frozen=True)

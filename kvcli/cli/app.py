@@ -25,7 +25,7 @@ COMMANDS = {
         "serve": "serve:COMMAND",
     },
     **{"eval": "suites:EVAL", "bench": "suites:BENCH", "tune": "tune:COMMAND", "methods": "methods:COMMAND"},
-    **{"report": "report:COMMAND", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF", "push": "share:PUSH"},
+    **{"report": "inspect:REPORT", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF", "push": "share:PUSH"},
     **{"pull": "share:PULL", "warmup": "warmup:COMMAND", "doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
 }
 """Command name to `module:attribute` in this package, in the order of the help."""

@@ -59,7 +59,7 @@ def run(options: AskOptions, output: Output) -> None:
         _ask_library(options, options.library, question, output)
         return
     sources = read_texts(options.files)
-    store = open_store(options.store, options.model, must_exist=False)
+    store = open_store(options.store, options.model)
     store.check_writable()
     from kvcli.text.document import Document
 
@@ -109,7 +109,7 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
     from kvcli.text.library import Library
 
     with chosen.attach(loaded, options.impl, output) as session:
-        library, started = Library(loaded, session, store, name, options.prefill_chunk), time.perf_counter()
+        library, started = Library(loaded, session, store.folder, name, options.prefill_chunk), time.perf_counter()
         names = options.document or library.best(question, options.top)
         fit = library.that_fit(names, question, options.max_new_tokens)
         if fit < len(names):

@@ -147,7 +147,7 @@ def _store_of(target: Path, options: ChatOptions) -> ContextStore | None:
     """The store in which a conversation gets the target as its name; None: the target is a file."""
     if target.suffix == SUFFIX or target != Path(target.name):
         return None
-    return open_store(options.store, options.model, must_exist=False)
+    return open_store(options.store, options.model)
 
 
 def _check_target(target: Path, options: ChatOptions) -> None:

@@ -96,7 +96,7 @@ class Target:
             for name in self.names.values():
                 check_name(name)
             self.max_bytes = parse_size(options.max_bytes)
-            self.store = open_store(options.store, options.model, must_exist=False)
+            self.store = open_store(options.store, options.model)
             self.store.check_writable()
             return
         for name in ("store", "name", "max_bytes"):

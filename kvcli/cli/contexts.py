@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command
 from kvcli.cli.groups import group
-from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
+from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_reader, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.commands.options import IMPL_HELP, Impl, ModelOptions, Options
@@ -76,7 +76,7 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, and chunks that engines keep there, the most recently used first."""
     from kvcli.contexts.chunks import chunks_of
 
-    store = open_store(options.store, options.model)
+    store = open_reader(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
     records = [context_record(context, shared) for context in store.contexts(output.warn)]
     rows = [
@@ -131,7 +131,7 @@ def _error(average: float | None, most: float | None) -> str:
 def show(options: ShowOptions, output: Output) -> None:
     """Show a context: tokens, bytes against fp16, bits, shared blocks; with --kl, what the stored copy loses."""
     name = _name(options.name)
-    store = open_store(options.store, options.model, name)
+    store = open_reader(options.store, options.model, name)
     stored = store.get(name)
     record = context_record(stored, store.shared())
     lines = [
@@ -211,7 +211,7 @@ def _count(contexts: int) -> str:
 
 def verify(options: NamesOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
-    store = open_store(options.store, options.model, *options.names)
+    store = open_reader(options.store, options.model, *options.names)
     names = options.names or store.names()
     damages = store.damages(names, output.progress)
     for reason in damages.values():
@@ -223,7 +223,8 @@ def verify(options: NamesOptions, output: Output) -> None:
 
 def prune(options: PruneOptions, output: Output) -> None:
     """Remove files that no context uses, and contexts beyond a size, the least recently used first."""
-    max_bytes, store = parse_size(options.max_bytes), open_store(options.store, options.model)
+    max_bytes, there = parse_size(options.max_bytes), open_reader(options.store, options.model)
+    store = open_store(there.folder, options.model)
     done = store.prune(max_bytes)
     for name in done.evicted:
         output.say(f"removed {name}")
@@ -236,14 +237,15 @@ def remove(options: NamesOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
-    freed = open_store(options.store, options.model, *options.names).remove(*options.names)
+    there = open_reader(options.store, options.model, *options.names)
+    freed = open_store(there.folder, options.model).remove(*options.names)
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
 
 
 def export_context(options: ExportContextOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
     name = _name(options.name)
-    store = open_store(options.store, options.model, name)
+    store = open_reader(options.store, options.model, name)
     path = options.out or Path()
     if path.is_dir():
         path /= f"{name}.safetensors"
@@ -258,7 +260,7 @@ def import_files(options: ImportOptions, output: Output) -> None:
         raise UsageError("name one or more files of contexts")
     if options.name is not None and len(options.files) > 1:
         raise UsageError("--name goes with one file")
-    max_bytes, store = parse_size(options.max_bytes), open_store(options.store, options.model, must_exist=False)
+    max_bytes, store = parse_size(options.max_bytes), open_store(options.store, options.model)
     from kvcli.cache.context import Context
 
     records, lines = [], []

@@ -145,7 +145,7 @@ def _begin(
         ids = prompt_ids(loaded, prompt, options.chat, output.say)
         if not options.reuse:
             return ids, None, None
-        store = open_store(options.store, options.model, must_exist=False)
+        store = open_store(options.store, options.model)
         stored = store.fetch(ids[:, :-1], identity_of(session, loaded.tokenizer), loaded.model.device, output.warn)
         if stored is None:
             output.say(f"no context of this model, method and settings in {store.folder} begins like the prompt")

@@ -15,6 +15,7 @@ from kvcli.errors import CacheError, ContextError, UsageError
 if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.contexts import ContextStore, StoredContext
+    from kvcli.contexts.reader import ContextReader
     from kvcli.models.load import LoadedModel
 
 DEFAULT_PROMPT = "The water cycle is"
@@ -66,17 +67,14 @@ def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
         raise UsageError("give what is to be compressed with --prompt-file, or a conversation with --messages")
     if messages is not None:
         return [Source("stdin" if messages == STANDARD_INPUT else messages.stem, _read(messages), True)]
-    sources = read_texts(files)
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two files are named {twice[0]}; compress them one by one")
-    return sources
+    return read_texts(files, "compress them one by one")
 
 
-def read_texts(files: list[Path]) -> list[Source]:
+def read_texts(files: list[Path], one_of_a_name: str = "") -> list[Source]:
     """Texts of files (`text_of`), of all in folders but those whose name begins with a dot, and of standard input.
 
-    UsageError: a file that cannot be read, has no text, or none in UTF-8.
+    UsageError: a file that cannot be read, has no text, or none in UTF-8; where `one_of_a_name` says what to do about
+    them, two files of one name.
     """
     from kvcli.text.extract import text_of
 
@@ -99,6 +97,9 @@ def read_texts(files: list[Path]) -> list[Source]:
             sources.append(Source("stdin", text))
         else:
             raise UsageError("standard input is empty")
+    names = [source.name for source in sources]
+    if one_of_a_name and (twice := [name for name in names if names.count(name) > 1]):
+        raise UsageError(f"two files are named {twice[0]}; {one_of_a_name}")
     return sources
 
 
@@ -116,31 +117,33 @@ def _shown(path: Path) -> str:
     return "standard input" if path == STANDARD_INPUT else str(path)
 
 
-def open_store(
-    folder: Path | None, model: str, *names: str, must_exist: bool = True, maker: str = "compress"
-) -> ContextStore:
-    """A store by its folder, or else that of a model; says before torch is imported what is not there.
+def open_store(folder: Path | None, model: str) -> ContextStore:
+    """A store by its folder, or else that of a model; it need not be there."""
+    from kvcli.contexts import ContextStore
 
-    UsageError: there is no such folder, and it must exist; ContextError: it has no context of these names.
-    """
+    return ContextStore(folder or model_folder(model, "contexts"))
+
+
+def open_reader(folder: Path | None, model: str, *names: str, maker: str = "compress") -> ContextReader:
+    """A store to read, without torch; UsageError: it is not there; ContextError: it has no contexts of these names."""
+    from kvcli.contexts.reader import ContextReader
+
     folder = folder or model_folder(model, "contexts")
-    if must_exist and not folder.is_dir():
+    if not folder.is_dir():
         raise UsageError(f"there is no store of contexts in {folder}; 'kvcli {maker}' makes one, --store names another")
     for name in set(names).difference(index.names(folder) if names else ()):
         raise index.no_context(folder, name)
-    from kvcli.contexts import ContextStore
-
-    return ContextStore(folder)
+    return ContextReader(folder)
 
 
 def open_library(
     options: Any, name: str, output: Output, wanted: Sequence[str] = ()
-) -> tuple[ContextStore, dict[str, StoredContext]]:
+) -> tuple[ContextReader, dict[str, StoredContext]]:
     """A store, and documents of a library by name, by default all; ContextError: none, or no such document."""
     folder = options.store or model_folder(options.model, "contexts")
     if folder.is_dir() and name not in index.libraries(folder):
         raise ContextError(f"there is no library '{name}' in {folder}; 'kvcli library list' shows those there")
-    store = open_store(folder, options.model, maker="library add")
+    store = open_reader(folder, options.model, maker="library add")
     from kvcli.contexts.reader import documents_of
 
     documents = documents_of(store, name, output.warn)
@@ -163,7 +166,7 @@ def load_context(source: Path, model: str, store: Path | None = None, conversati
     if source.exists():
         context = Context.load(source)
     else:
-        contexts = open_store(store, model, must_exist=False)
+        contexts = open_store(store, model)
         context = contexts.load(contexts.whole(str(source)))
     rows = len(context.snapshot.counts.lengths)
     if context.input_ids is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from kvcli.cli.ask import check_memory
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.contexts import StoreOptions, context_record
 from kvcli.cli.groups import group
-from kvcli.cli.inputs import STORE_HELP, open_library, open_store, read_texts
+from kvcli.cli.inputs import STORE_HELP, open_library, open_reader, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.commands.paths import default_artifact
@@ -22,9 +22,6 @@ from kvcli.contexts.index import LIBRARY, check_name
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, LIBRARY_METHOD
 from kvcli.storage.locks import lock
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_NAME = "library"
 _EXAMPLE = f"kvcli library add papers --name papers --method {DEFAULT_METHOD}"
@@ -72,14 +69,11 @@ def add(options: AddOptions, output: Output) -> None:
     check_name(options.name)
     if "." in options.name:
         raise UsageError(f"the name of a library has no dot, as '{options.name}' has")
-    sources = read_texts(options.files)
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two files are named {twice[0]}; a library has one document of a name")
+    sources = read_texts(options.files, "a library has one document of a name")
     if not options.names_method and options.artifact is None and default_artifact(options.model) is None:
         options = options.model_copy(update={"method": LIBRARY_METHOD})
     options.check(chat=True)
-    store = open_store(options.store, options.model, must_exist=False)
+    store = open_store(options.store, options.model)
     store.check_writable()
     chosen = choose_method(options, output)
     loaded = options.load(output)
@@ -116,9 +110,9 @@ def add(options: AddOptions, output: Output) -> None:
 
 def list_libraries(options: LibraryOptions, output: Output) -> None:
     """List libraries, or the documents of one."""
-    store = open_store(options.store, options.model, maker="library add")
     from kvcli.contexts.reader import documents_of
 
+    store = open_reader(options.store, options.model, maker="library add")
     if options.name is None:
         names = {str(x.record.notes[LIBRARY]) for x in store.contexts(output.warn) if LIBRARY in x.record.notes}
         found = {name: documents_of(store, name) for name in sorted(names)}
@@ -159,7 +153,7 @@ def show(options: DocumentsOptions, output: Output) -> None:
 def remove(options: DocumentsOptions, output: Output) -> None:
     """Remove documents of a library, or all of it, and what no other context uses of them."""
     store, documents = open_library(options, options.name, output, options.documents)
-    freed = store.remove(*(stored.name for stored in documents.values()))
+    freed = open_store(store.folder, options.model).remove(*(stored.name for stored in documents.values()))
     output.result({"removed": [*documents], "freed_bytes": freed}, f"freed {size(freed)}")
 
 

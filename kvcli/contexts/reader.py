@@ -1,4 +1,4 @@
-"""Contexts of a store by name and by their first tokens, read and verified."""
+"""Contexts of a store by name and by their first tokens, read and verified; what lists them imports no torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kvcli.cache.blocks import Block, Place, read_blocks, verify_blocks
-from kvcli.cache.context import Context, start_of, tokens_in
-from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.record import Block, Place, start_of
 from kvcli.contexts.index import LIBRARY, UNUSED, Index, check_name, names, no_context
 from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
 from kvcli.errors import CacheError, ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcli.cache.context import Context
+    from kvcli.cache.identity import CacheIdentity
 
 SUFFIX = ".safetensors"
 DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -83,6 +86,8 @@ class ContextReader:
             they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more. Of
             several with equally many tokens, the last used one. Token ids of several rows are a ContextError.
         """
+        import torch
+
         wanted, passed_over = as_tokens(token_ids), set[int]()
         while True:
             with self._index.reading() as db:
@@ -135,6 +140,9 @@ class ContextReader:
 
     def token_ids(self, context: StoredContext) -> Tensor:
         """All token ids of a context, int64 [tokens]; raises as `load` does."""
+        from kvcli.cache.blocks import read_blocks
+        from kvcli.cache.context import tokens_in
+
         record = context.record
         with self._explaining(context):
             (tensors,) = read_blocks([self._place(block) for block in (record.tokens,) if block is not None])
@@ -146,6 +154,8 @@ class ContextReader:
         Raises:
             ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
         """
+        from kvcli.cache.context import Context
+
         stored = match.context
         with self._explaining(stored):
             name = f"context '{stored.name}'"
@@ -192,6 +202,8 @@ class ContextReader:
 
     def _verify(self, context: StoredContext, intact: set[Block]) -> None:
         """Reads all blocks of a context but the intact ones, and adds them there."""
+        from kvcli.cache.blocks import verify_blocks
+
         queries = (
             "SELECT identity, tail_start, tail FROM contexts JOIN records ON context = id WHERE id = ?",
             "SELECT digest FROM context_blocks WHERE context = ?",
@@ -259,6 +271,8 @@ def used_bytes(db: sqlite3.Connection) -> int:
 
 def as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
     """Token ids of one row as int32 [tokens] on the CPU; ContextError for several rows."""
+    import torch
+
     tokens = torch.as_tensor(token_ids).int().cpu()
     if tokens.ndim == 2 and tokens.shape[0] == 1:
         tokens = tokens[0]

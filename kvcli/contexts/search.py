@@ -11,16 +11,17 @@ import json
 import math
 import sqlite3
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from kvcli.cache.blocks import num_coded, tail_start, usable_length
-from kvcli.cache.context import ContextRecord
-from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.record import ContextRecord, num_coded, tail_start, usable_length
 from kvcli.errors import CacheError, ContextError, error_text
 from kvcli.progress import Say
+
+if TYPE_CHECKING:
+    from kvcli.cache.identity import CacheIdentity
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -62,6 +63,8 @@ class StoredContext(NamedTuple):
 
     def difference(self, identity: CacheIdentity) -> str | None:
         """Why it is of no use here, a clause that goes on from "it was made"; None if it is of use."""
+        from kvcli.cache.identity import CacheIdentity  # imports torch
+
         try:
             return identity.difference(CacheIdentity.from_dict(self.record.identity))
         except ValueError as error:

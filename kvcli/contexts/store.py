@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from kvcli.cache.blocks import BLOCK_TOKENS, Block, Tensors, encode, is_plain, verify_blocks
-from kvcli.cache.context import INPUT_IDS, Context, ContextRecord
+from kvcli.cache.blocks import Tensors, encode, is_plain, verify_blocks
+from kvcli.cache.context import INPUT_IDS, Context
 from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.record import BLOCK_TOKENS, Block, ContextRecord
 from kvcli.contexts.index import UNUSED, check_name, no_context
 from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
 from kvcli.contexts.search import index_rows

@@ -145,7 +145,7 @@ def _contexts(model: Any, session: Session, asked: Asked) -> list[Context]:
     """Each document, read alone."""
     import torch
 
-    from kvcli.cache.context import START
+    from kvcli.cache.record import START
     from kvcli.eval.greedy import read
 
     contexts = []

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.blocks import num_coded
 from kvcli.cache.compressed import MemoryReport
-from kvcli.cache.context import ContextRecord
-from kvcli.contexts import ContextStore, Match, StoredContext
+from kvcli.cache.record import ContextRecord, num_coded
+from kvcli.contexts import Match, StoredContext
+from kvcli.contexts.reader import ContextReader
 from kvcli.errors import UsageError
 from kvcli.models.load import not_finite
 from kvcli.registry import BASELINE, method_name
@@ -206,7 +206,7 @@ def copied_tokens(record: ContextRecord, scored: int) -> int:
 
 
 @torch.inference_mode()
-def stored_quality(session: Session, store: ContextStore, stored: StoredContext, scored: int) -> QualityReport:
+def stored_quality(session: Session, store: ContextReader, stored: StoredContext, scored: int) -> QualityReport:
     """What a stored copy of a text loses: the model's predictions of its last tokens, with the copy and without.
 
     The copy of all but the last `scored` tokens is loaded, codes only: it ends where a block ends. The tokens after it

@@ -107,11 +107,6 @@ class CachedFromBuffers(Generic[ValueT]):
         return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
-def bits_per_value(nbytes: int, num_values: int) -> float:
-    """Stored bits per key or value; 0 without any."""
-    return 8 * nbytes / num_values if num_values else 0.0
-
-
 class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     """Encodes the keys or the values of one layer; fitted state is in its buffers.
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
+from kvcli.cache.record import CODES, POSITIONS, VALID, WINDOWS, SnapshotCounts
+from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
 from kvcli.paged.model import PagedModel
 

@@ -17,15 +17,15 @@ from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.decoder import LEAST_STEPS
 from kvcli.attention.steps import step_capacity
 from kvcli.cache.compressed import MemoryReport
-from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.counts import TokenCounts
 from kvcli.cache.layer import grown_capacity
+from kvcli.cache.record import Counts
 from kvcli.cache.sequences import positions_capacity
-from kvcli.methods.base import bits_per_value
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import build_codecs
-from kvcli.spec import ModelSpec
+from kvcli.spec import ModelSpec, bits_per_value
 
 _LONGEST = 2**20
 """Tokens of a sequence beyond which no cache is looked at."""

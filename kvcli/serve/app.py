@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcli.cache.context import start_of
+from kvcli.cache.record import start_of
 from kvcli.contexts import identity_of
 from kvcli.contexts.reader import documents_of
 from kvcli.errors import ContextError, KvcliError, ModelError, UsageError

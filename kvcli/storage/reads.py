@@ -29,7 +29,7 @@ _MAX_THREADS = 12
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Bytes of a file from `start` on, and where they belong: a part of what `memory_for` gave, uint8 [bytes]."""
 
     path: Path
@@ -51,7 +51,7 @@ def memory_for(path: Path, nbytes: int, device: torch.device) -> Tensor:
         raise OSError(error_text(error)) from error
 
 
-def read_parts(parts: Sequence[Part]) -> list[str]:
+def read_parts(parts: Sequence[FilePart]) -> list[str]:
     """Reads parts of files, all on one device, to where they belong, and returns their BLAKE3.
 
     Nothing there may be used before these were compared. Parts that follow each other in a file and in memory are read
@@ -66,7 +66,7 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
     for _ in range(count):
         readers.put(_Reader(parts[0].memory.device, min(longest, READ_BYTES)))
 
-    def read(group: list[Part]) -> list[str]:
+    def read(group: list[FilePart]) -> list[str]:
         reader = readers.get()
         try:
             return reader.read(group)
@@ -77,9 +77,9 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
         return list(chain.from_iterable(threads.map(read, groups)))
 
 
-def _neighbours(parts: Sequence[Part]) -> list[list[Part]]:
+def _neighbours(parts: Sequence[FilePart]) -> list[list[FilePart]]:
     """The parts in groups of those that follow each other in a file and in memory, up to `READ_BYTES` together."""
-    groups: list[list[Part]] = []
+    groups: list[list[FilePart]] = []
     end: tuple[object, ...] = ()
     total = 0
     for part in parts:
@@ -105,7 +105,7 @@ class _Reader:
         if self.stream is not None:  # kernels that used this memory before may not have run yet
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
-    def read(self, group: Sequence[Part]) -> list[str]:
+    def read(self, group: Sequence[FilePart]) -> list[str]:
         """Reads neighbouring parts; returns the BLAKE3 of each."""
         digests, lengths = [blake3() for _ in group], [len(part.memory) for part in group]
         memory = group[0].memory.as_strided((sum(lengths),), (1,))

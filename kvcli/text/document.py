@@ -18,7 +18,8 @@ from torch import Tensor
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.context import START, Context
+from kvcli.cache.context import Context
+from kvcli.cache.record import START
 from kvcli.contexts import ContextStore, identity_of
 from kvcli.contexts.index import name_from
 from kvcli.contexts.reader import TOKENS

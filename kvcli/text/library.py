@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcli.attention.compose import Composed, check_composable
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
-from kvcli.cache.context import start_of
 from kvcli.cache.joined import shifts
+from kvcli.cache.record import start_of
 from kvcli.contexts import ContextStore, StoredContext, identity_of
 from kvcli.contexts.index import LIBRARY, name_from
 from kvcli.contexts.reader import DOCUMENT, documents_of

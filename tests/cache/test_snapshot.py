@@ -17,7 +17,8 @@ from torch import Tensor
 
 import kvcli
 from kvcli.attention.generation import SamplingConfig
-from kvcli.cache.snapshot import Snapshot, SnapshotCounts
+from kvcli.cache.record import SnapshotCounts
+from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
 from kvcli.registry import METHODS
 from kvcli.seam.versions import with_cache

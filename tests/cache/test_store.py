@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import kvcli
-from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore
+from kvcli.cache.record import Counts
 from kvcli.methods.fp16 import METHOD as FP16
 from kvcli.methods.method import Schedule
 from kvcli.rope import unrotate

@@ -13,6 +13,7 @@ import pytest
 import torch
 from factories import clustered, load, make_model, make_spec
 from safetensors.torch import load_file
+from torch import Tensor
 
 from kvcli.artifact.fit import fit_recording, split_samples
 from kvcli.calibrate.collect import collect
@@ -36,8 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def split(x: torch.Tensor, size: int, axis: int = 1) -> TokenBlocks:
-    return TokenBlocks(x.shape[axis], lambda: x.split(size, dim=axis), axis)
+def split(x: torch.Tensor, size: int, axis: int = 1, folder: Path | None = None) -> TokenBlocks:
+    return TokenBlocks(x.shape[axis], lambda: x.split(size, dim=axis), axis, folder)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -155,3 +156,57 @@ def test_memory_does_not_grow_with_tokens(tmp_path: Path, repo_root: Path) -> No
     said = subprocess.check_output(command, cwd=tmp_path, env={"PATH": "", "PYTHONPATH": path}, text=True)
     few, many = map(float, said.split()[-2:])
     assert many < few + 25
+
+
+def tensor(axis: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    shape = (tokens, 6) if axis == 0 else (3, tokens, 4)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (63, 64), (64, 64), (65, 64), (130, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_blocks_are_the_tensor(axis: int, tokens: int, size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    x = tensor(axis, tokens, dtype)
+    source = split(x, size, axis, tmp_path)
+    for blocks in (source, source.stored()):
+        assert blocks.num_tokens == tokens
+        assert torch.equal(blocks.whole(), x)
+        assert torch.equal(blocks.first(7), x.narrow(axis, 0, min(7, tokens)))
+        order = torch.randint(0, tokens, (90,))
+        assert torch.equal(blocks.at(order), x.index_select(axis, order))
+        assert [part.shape[axis] for part in blocks] == [part.shape[axis] for part in x.split(size, dim=axis)]
+
+
+def test_what_is_stored_changes_block_by_block(tmp_path: Path) -> None:
+    x, y = tensor(1, 130), tensor(1, 130) + 1
+    stored = split(x, 64, folder=tmp_path).stored()
+    stored.update(lambda a, b: a * b, split(y, 64))
+    stored.update(lambda a: a + 1)
+    assert torch.equal(stored.whole(), x * y + 1)
+    assert torch.equal(split(x, 64).whole(), x)
+    with pytest.raises(ValueError, match="shorter"):
+        stored.update(lambda a, b: a, split(y[:, :64], 64))
+
+
+def test_files_have_no_name(tmp_path: Path) -> None:
+    """A killed process leaves nothing behind."""
+    stored = split(tensor(1, 130), 64, folder=tmp_path).stored()
+    assert not list(tmp_path.iterdir())
+    assert stored.whole().shape[1] == 130
+
+
+def test_a_map_is_computed_in_every_pass() -> None:
+    x = tensor(1, 100)
+    factor = torch.tensor(1.0)
+    doubled = split(x, 64).map(lambda block: block * factor)
+    factor.fill_(2)
+    assert torch.equal(doubled.whole(), x * 2)
+    rows = doubled.map(lambda block: block.transpose(0, 1).flatten(1), axis=0)
+    assert torch.equal(rows.stored().whole(), (x * 2).transpose(0, 1).flatten(1))
+
+
+def test_means_weight_blocks_by_their_tokens() -> None:
+    x = tensor(1, 130)
+    assert torch.allclose(split(x, 64).mean(lambda block: block.mean(1)), x.mean(1), atol=1e-4)
+    assert torch.equal(TokenBlocks.of(x).mean(lambda block: block.mean(1)), x.mean(1))  # to the last bit

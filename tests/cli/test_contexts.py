@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import invoke, refused, result, says
+from console import imported, invoke, refused, result, says
 from contexts_made import Maker, execute, flip_a_byte, tokens
 from factories import load, make_model
 
@@ -51,6 +51,12 @@ def test_chunks_of_engines_are_listed_by_model_and_method(tmp_path: Path) -> Non
     text = invoke("contexts", "list", "--store", str(tmp_path)).stdout
     says(text, "org/model klt-2", "7.0x", "0.0200 (0.0300)", "0.0300 (0.0400)", "chunks of engines, 250 B")
     assert "0 contexts" not in text
+
+
+def test_what_lists_a_store_imports_no_torch(made: Maker) -> None:
+    """To list a store takes no longer than to start the program."""
+    lines = ("contexts list", "contexts show first", "library list")
+    assert [line for line in lines if {"torch", "transformers"} & imported(line)] == []
 
 
 def test_list_and_show(made: Maker) -> None:

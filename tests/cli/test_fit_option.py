@@ -11,7 +11,7 @@ from console import SHORT, invoke, refused, result
 from factories import load, make_model
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.cli import calibrate, fit, fitting
+from kvcli.cli import calibrate, fit, session_options
 from kvcli.commands import paths
 from kvcli.commands.paths import newest_artifact
 from kvcli.errors import ArtifactError
@@ -40,7 +40,7 @@ def recordings(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the package's artifacts, which other tests do not see."""
-    folder = Path(fitting.__file__).parents[1] / "fitted"
+    folder = Path(session_options.__file__).parents[1] / "fitted"
     monkeypatch.setattr(paths, "SHIPPED", folder)
     return folder
 

@@ -13,8 +13,8 @@ from contexts_made import WINDOW, Maker, execute, tokens
 from passes import assert_equal
 from torch import Tensor
 
-from kvcli.cache.blocks import usable_length
 from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.record import usable_length
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, ContextError
 from kvcli.registry import METHODS

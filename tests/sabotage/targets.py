@@ -211,7 +211,7 @@ OTHERS: dict[str, str] = {
     "kvcli.artifact.artifact:Artifact.check_model": "artifact faults/test_artifacts_on_disk.py",
     "kvcli.artifact.artifact:Artifact.build_codecs": "cache/test_commvq_cache.py",
     # contexts
-    "kvcli.cache.blocks:usable_length": "contexts",
+    "kvcli.cache.record:usable_length": "contexts",
     "kvcli.cache.blocks:join": "contexts",
     "kvcli.contexts.search:prefix_digests": "contexts",
     "kvcli.contexts.search:common_tokens": "contexts",

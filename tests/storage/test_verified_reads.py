@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvcli.storage import reads
-from kvcli.storage.reads import READ_BYTES, Part, _neighbours, memory_for, read_parts
+from kvcli.storage.reads import READ_BYTES, FilePart, _neighbours, memory_for, read_parts
 
 SIZES = [0, 1, 9, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 2 * READ_BYTES + 7]
 TOTAL, CPU = sum(SIZES), torch.device("cpu")
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 def check(path: Path, memory: Tensor) -> None:
     """Reads a file in parts; memory and checksums are those of the file."""
     content, ends = path.read_bytes(), list(accumulate(SIZES))
-    parts = [Part(path, int(piece.storage_offset()), piece) for piece in memory.split(SIZES)]
+    parts = [FilePart(path, int(piece.storage_offset()), piece) for piece in memory.split(SIZES)]
     digests = [blake3(content[end - size : end]).hexdigest() for size, end in zip(SIZES, ends, strict=True)]
     assert read_parts(parts) == digests
     assert memory.cpu().numpy().tobytes() == content
@@ -46,14 +46,14 @@ def test_parts_on_the_host_are_the_file(file: Path, inference: bool) -> None:
 def test_only_neighbours_in_file_and_memory_are_read_together_up_to_a_whole_piece(tmp_path: Path) -> None:
     memory, path, half = torch.zeros(READ_BYTES + 1, dtype=torch.uint8), tmp_path / "file", READ_BYTES // 2
     for part, groups in (
-        (Part(path, half, memory[half : 2 * half]), 1),
-        (Part(path, half, memory[half : 2 * half + 1]), 2),
-        (Part(path, half, memory[half + 1 : 2 * half]), 2),
-        (Part(path, half + 1, memory[half : 2 * half]), 2),
-        (Part(tmp_path / "other", half, memory[half : 2 * half]), 2),
-        (Part(path, half, torch.zeros_like(memory)[half : 2 * half]), 2),
+        (FilePart(path, half, memory[half : 2 * half]), 1),
+        (FilePart(path, half, memory[half : 2 * half + 1]), 2),
+        (FilePart(path, half, memory[half + 1 : 2 * half]), 2),
+        (FilePart(path, half + 1, memory[half : 2 * half]), 2),
+        (FilePart(tmp_path / "other", half, memory[half : 2 * half]), 2),
+        (FilePart(path, half, torch.zeros_like(memory)[half : 2 * half]), 2),
     ):
-        assert len(_neighbours([Part(path, 0, memory[:half]), part])) == groups
+        assert len(_neighbours([FilePart(path, 0, memory[:half]), part])) == groups
     assert read_parts([]) == []
 
 
@@ -98,13 +98,13 @@ def test_a_buffer_is_free_before_an_error_goes_on(file: Path, monkeypatch: pytes
 
     monkeypatch.setattr(reads, "_bytes", fail)
     with pytest.raises(OSError, match="no more"):
-        read_parts([Part(file, 0, memory)])
+        read_parts([FilePart(file, 0, memory)])
     assert events[-1] == "synchronize"
 
 
 def test_a_file_that_ends_early_is_an_error(file: Path) -> None:
     with pytest.raises(OSError, match="file is truncated"):
-        read_parts([Part(file, 1, torch.zeros(TOTAL, dtype=torch.uint8))])
+        read_parts([FilePart(file, 1, torch.zeros(TOTAL, dtype=torch.uint8))])
     with pytest.raises(OSError, match=r"No such file|cannot|unable"):
         memory_for(file.with_name("other"), 3, CPU)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ def refused(*arguments: str, code: int = 2, stdin: Any = None) -> str:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
     return str(line)
+
+
+def imported(line: str) -> set[str]:
+    """The modules that a command line imports in a process of its own."""
+    program = "import sys; from kvcli.cli.app import run_command_line; code = run_command_line(); "
+    program += "sys.stderr.write(' '.join(sys.modules)); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 2), done.stderr
+    return set(done.stderr.splitlines()[-1].split())
 
 
 def says(text: str, *parts: str) -> None:
