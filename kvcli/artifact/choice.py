@@ -34,12 +34,14 @@ class MethodChoice:
         settings: those that were asked for; they come before a recipe's, and these before those of bits or artifact.
         artifact: of a fitted method, or its folder.
         recipe: which named method and artifact.
+        recipe_file: from which it was read.
     """
 
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     artifact: Artifact | Path | None = None
     recipe: Recipe | None = None
+    recipe_file: Path | None = None
 
     @classmethod
     def of(
@@ -63,10 +65,17 @@ class MethodChoice:
                 raise UsageError(f"the recipe is for method '{read.method}', not '{method}'")
             if not isinstance(folder, Path | None):
                 raise UsageError("beside a recipe, an artifact is named by its folder")
-            return cls(read.method, settings, read.find_artifact(folder), read)
+            return cls(read.method, settings, read.find_artifact(folder), read, Path(recipe))
         if not method and folder is None:
             raise UsageError("name a method, an artifact or a recipe")
         return cls(method or cls("", {}, folder).fitted_method, settings, folder)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, of which `of(**values)` makes the same choice; UsageError: an artifact in memory alone."""
+        if self.artifact is not None and self.folder is None:
+            raise UsageError("an artifact that is in memory alone cannot be named; save it")
+        files = {"artifact": self.folder, "recipe": self.recipe_file}
+        return {"method": self.method, **{x: str(y or "") for x, y in files.items()}, "settings": {**self.settings}}
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,17 @@ def test_what_is_asked_for_counts_before_a_recipe_and_a_recipe_before_bits(tmp_p
     config = MethodChoice.of(recipe=recipe, settings={"sink_length": 2}).config.model_dump()
     expected = {"k_bits": 4, "v_bits": 2, "residual_length": 64, "sink_length": 2}
     assert {name: config[name] for name in expected} == expected
+
+
+def test_a_choice_is_made_again_of_plain_values(tiny_artifact: Callable[[Method], Artifact], tmp_path: Path) -> None:
+    artifact, given = tiny_artifact(get_method("oscar")), {"artifact": tmp_path / "a", "recipe": tmp_path / "r.yaml"}
+    artifact.save(given["artifact"])
+    Recipe(model="m", fingerprint="f", method="kivi-2", settings={"k_bits": 4}).save(given["recipe"])
+    for named in ({"method": "kivi-2"}, *({name: x} for name, x in given.items())):
+        choice = MethodChoice.of(**named, settings={"sink_length": 2})  # type: ignore[arg-type]
+        assert MethodChoice.of(**json.loads(json.dumps(choice.to_dict()))) == choice
+    with pytest.raises(UsageError, match="in memory alone"):
+        MethodChoice.of(artifact=artifact).to_dict()
 
 
 def test_flush_block_is_refused_for_pages_where_it_was_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,11 +13,13 @@ import pytest
 import torch
 from factories import make_model
 from families import make
+from pydantic import ValidationError
 
+import kvcli
 from kvcli.commands.paths import model_folder
-from kvcli.errors import ConfigError, UsageError
+from kvcli.errors import ConfigError, UsageError, explain
 from kvcli.models.fingerprint import differs, fingerprint
-from kvcli.registry import method_name, parse_name
+from kvcli.registry import get_method, method_name, parse_name
 from kvcli.spec import ModelSpec
 
 
@@ -121,3 +124,30 @@ def test_fingerprints_differ_by_shapes_and_by_weights() -> None:
     assert differs(f"{first}:quantized", "0123456789abcdef:003c0140") is None
     with pytest.raises(ValueError, match="fingerprint"):
         differs(first, "")
+
+
+def test_dir_shows_the_public_names_and_all_exist() -> None:
+    assert dir(kvcli) == sorted(kvcli.__all__)
+    assert all(hasattr(kvcli, name) for name in dir(kvcli))
+    with pytest.raises(AttributeError, match="nothing"):
+        kvcli.nothing  # noqa: B018
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(kvcli.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"k_bit": 2}, "there is no setting 'k_bit'; did you mean 'k_bits'?"),
+        ({"colour": 2}, "there is no setting 'colour'; settings are sink_length, residual_length, flush_block, k_bits"),
+        ({"k_bits": 3}, "k_bits: Input should be 1, 2, 4 or 8"),
+        ({"group_size": 48}, "settings: residual_length 128 must be a positive multiple of group_size 48"),
+    ],
+)
+def test_a_wrong_setting_is_explained(values: dict[str, int], said: str) -> None:
+    config_cls = get_method("kivi").config_cls
+    with pytest.raises(ValidationError) as caught:
+        config_cls(**values)
+    assert explain(caught.value, config_cls.model_fields).startswith(said)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.klt.fields import BANDS
-from kvcli.methods.klt.method import KLTConfig, allocate
-from kvcli.methods.klt.transform import in_tiles, tile_rotation, transform
+from kvcli.methods.klt.method import KLTConfig, allocate, in_tiles, tile_rotation, transform
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerFisher, LayerSamples
 from kvcli.registry import get_method

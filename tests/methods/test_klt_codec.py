@@ -14,8 +14,7 @@ from torch import Tensor
 from kvcli.methods.klt import trellis
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, MAX_SHIFT, SCALAR, TRELLIS, TRIED_GAINS, Code, Fields, share
-from kvcli.methods.klt.method import KLTConfig
-from kvcli.methods.klt.transform import transform
+from kvcli.methods.klt.method import KLTConfig, transform
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.registry import get_method
 

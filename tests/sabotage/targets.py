@@ -145,7 +145,7 @@ SEEN: dict[str, str] = {
     "kvcli.methods.klt.fields:Code.best_fields": "methods/test_klt_fields.py",
     "kvcli.methods.klt.trellis:search": "methods/test_klt_fields.py",
     "kvcli.methods.klt.trellis:subsets": "methods/test_klt_fields.py",
-    "kvcli.methods.klt.transform:transform": "methods/test_klt.py",
+    "kvcli.methods.klt.method:transform": "methods/test_klt.py",
     "kvcli.methods.layer_codec:LayerCodec.observe": "cache/test_sequence_offset.py",
     "kvcli.methods.layer_codec:LayerCodec.finalize_state": "cache/test_sequence_offset.py",
     "kvcli.methods.commvq.keys:CommVQKeyCodec.encode": "methods/test_commvq_keys.py",
@@ -231,7 +231,7 @@ OTHERS: dict[str, str] = {
     "kvcli.integrations.chunks.codec:ChunkCodec.encode": CHUNKS,
     "kvcli.integrations.chunks.codec:ChunkCodec.decode": CHUNKS,
     "kvcli.integrations.chunks.format:ChunkHeader.read": CHUNKS,
-    "kvcli.integrations.chunks.starts:find_starts": "integrations/chunks/test_served_models.py",
+    "kvcli.integrations.chunks.codec:find_starts": "integrations/chunks/test_served_models.py",
     "kvcli.integrations.chunks.served:Served.codecs": CHUNKS,
     "kvcli.contexts.chunks:ChunkStore.put": "contexts/test_chunk_store.py",
     # documents side by side

@@ -25,7 +25,6 @@ FAST = (
     "foundation/test_docs.py",
     "foundation/test_method_names.py",
     "foundation/test_names_and_fingerprints.py",
-    "foundation/test_public_api.py",
     "foundation/test_rope_and_spec.py",
     "methods/test_contract.py",
     "methods/test_kivi.py",

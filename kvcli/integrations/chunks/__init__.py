@@ -1,8 +1,7 @@
 """Chunks of an engine's 16-bit cache as codes, for LMCache's server and the tiers of vLLM and SGLang.
 
 served.py   settings; shapes, RoPE and codecs of the served model, without weights
-codec.py    keys and values of chunks as bytes and back
-starts.py   at which position of its context a chunk begins
+codec.py    keys and values of chunks as bytes and back, and where in its context a chunk begins
 stored.py   chunks to a store and back
 format.py   shapes of a chunk, and the header before the codes
 

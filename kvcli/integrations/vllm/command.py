@@ -103,7 +103,7 @@ def serve_command(values: Mapping[str, Any], choice: MethodChoice, reporter: Rep
         flags |= {flag: value for flag, value in codes.items() if flag not in _flags_of(values)}
     words = [first, str(folder or name), *(str(x) for pair in flags.items() for x in pair)]
     words += ["--enable-prompt-tokens-details", *values.get("vllm_options", ())]
-    return ServeCommand(module, version, words, variables_of(choice, values.get("recipe")))
+    return ServeCommand(module, version, words, variables_of(choice))
 
 
 def _find_vllm() -> tuple[str, str, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.errors import ConfigError, UsageError, error_text
@@ -32,10 +30,10 @@ def choice_of_environment() -> MethodChoice | None:
     return MethodChoice.of(method, artifact, recipe, values).for_pages()
 
 
-def variables_of(choice: MethodChoice, recipe: Path | None) -> dict[str, str]:
-    """The variables that name a choice, and the file of its recipe; others that are set are emptied."""
-    named: dict[str, Any] = dict.fromkeys(x for x in (METHOD, ARTIFACT, RECIPE, SETTINGS) if os.environ.get(x))
+def variables_of(choice: MethodChoice) -> dict[str, str]:
+    """The variables that name a choice; others that are set are emptied."""
+    named = dict.fromkeys((METHOD, ARTIFACT, RECIPE, SETTINGS), "")
     if not choice.is_baseline:
-        named |= {METHOD: choice.method, ARTIFACT: choice.folder, RECIPE: recipe}
-        named[SETTINGS] = choice.settings and json.dumps(dict(choice.settings))
-    return {x: str(y or "") for x, y in named.items() if y or x in os.environ}
+        *names, settings = choice.to_dict().values()
+        named = dict(zip(named, [*names, json.dumps(settings) if settings else ""], strict=True))
+    return {x: text for x, text in named.items() if text or os.environ.get(x)}

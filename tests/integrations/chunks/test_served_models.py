@@ -18,9 +18,8 @@ import kvcli
 from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.recipe import Recipe
 from kvcli.errors import ChunkError, ConfigError, KvcliError
-from kvcli.integrations.chunks.codec import ChunkCodec
+from kvcli.integrations.chunks.codec import ChunkCodec, find_starts
 from kvcli.integrations.chunks.served import ChunkSettings, Served, StoreSettings
-from kvcli.integrations.chunks.starts import find_starts
 from kvcli.integrations.lmcache.layout import decode_chunk, encode_chunk
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.method import Method
