@@ -81,7 +81,7 @@ def adapt() -> None:
             super().__init__(SimpleNamespace(config=config), primary_kv_view, tier_type, None, **settings)
 
         def _submit(self, pool: Any, run: Any, job: Any) -> None:
-            context = SimpleNamespace(get_offload_key_position=lambda key: self.chunk * (_places[key] + 1))
+            context = SimpleNamespace(req_id="", get_offload_key_position=lambda key: self.chunk * (_places[key] + 1))
             names = {"job_id": job.job_id, "keys": job.keys, "chunk_ids": job.block_ids, "req_context": context}
             super()._submit(pool, run, SimpleNamespace(**names))
 

@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -79,6 +79,7 @@ class ChunkStore:
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes
         self._index, self._chunks = Index(self.folder), self.folder / "chunks"
+        self._uses, self._lock = dict[str, float](), threading.Lock()
         self._chunks.mkdir(parents=True, exist_ok=True)
         self._with_room(self._sweep)
 
@@ -95,29 +96,28 @@ class ChunkStore:
         except OSError:
             return None
 
-    def put(self, chunks: Sequence[Chunk]) -> None:
-        """Stores chunks, in a text's order, and removes others to keep the bound; of more than it, only the first ones.
+    def put(self, chunks: Sequence[Chunk], used: Mapping[str, float] | None = None) -> None:
+        """Stores chunks that were `used` then, by default as a text now; to keep the bound, the least recently used go,
+        which may be of these.
 
         Raises:
             OSError: the disk is full of other things; nothing is left of the chunks that were not written.
             ContextError: the index cannot be written.
         """
+        used = used or used_now(x.key for x in chunks)
 
-        def insert(db: sqlite3.Connection) -> None:
-            rows = [
-                (x.key, x.kind, len(x.data), x.plain_bytes, used, *(x.errors or (None, None)))
-                for used, x in zip(_used_now(), chunks, strict=False)
-            ]
-            db.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        def insert(kept: Sequence[Chunk], otherwise: str) -> list[Chunk]:
+            rows = [(x.key, x.kind, len(x.data), x.plain_bytes, used[x.key], *(x.errors or (None, None))) for x in kept]
+            with self._index.writing() as db:
+                db.executemany(f"INSERT OR {otherwise} INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+                removed = self._prune(db)
+            return [x for x in kept if x.key not in removed]
 
         def write() -> None:
-            with self._index.writing() as db:
-                insert(db)
-            for chunk in chunks:
+            kept = insert(chunks, "REPLACE")
+            for chunk in kept:
                 self._write(chunk)
-            with self._index.writing() as db:
-                insert(db)  # another process may have removed some in between
-                self._prune(db)
+            insert(kept, "IGNORE")  # another process may have removed some in between
 
         try:
             self._with_room(write)
@@ -126,9 +126,13 @@ class ChunkStore:
                 self.remove([x.key for x in chunks if not self.has(x.key)])
             raise
 
-    def touch(self, keys: Iterable[str]) -> None:
-        """Notes that chunks, in a text's order, were used, if nobody else is writing."""
-        self._index.at_once("UPDATE chunks SET used = ? WHERE key = ?", zip(_used_now(), keys, strict=False))
+    def touch(self, used: Mapping[str, float]) -> None:
+        """Notes when chunks were used; while somebody else is writing, it is left to the next call."""
+        with self._lock:
+            self._uses |= used
+            statement, rows = "UPDATE chunks SET used = max(used, ?) WHERE key = ?", self._uses.items()
+            if self._index.at_once(statement, [(time, key) for key, time in rows]) is not None:
+                self._uses.clear()
 
     def remove(self, keys: Iterable[str]) -> None:
         """Removes chunks, such as damaged ones."""
@@ -150,7 +154,7 @@ class ChunkStore:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _prune(self, db: sqlite3.Connection) -> None:
+    def _prune(self, db: sqlite3.Connection) -> list[str]:
         (left,) = db.execute("SELECT ifnull(sum(bytes), 0) FROM chunks").fetchone()
         victims = []
         for key, size in db.execute("SELECT key, bytes FROM chunks ORDER BY used, key"):
@@ -159,6 +163,7 @@ class ChunkStore:
             victims.append(key)
             left -= size
         self._remove(db, victims)
+        return victims
 
     def _sweep(self) -> None:
         """Makes the table, and removes rows without files, files without rows and halves that nobody is writing now."""
@@ -203,10 +208,10 @@ class ChunkStore:
         return self._chunks / key[:2] / f"{key}.kvc"
 
 
-def _used_now() -> Iterator[float]:
-    """Seconds for chunks in a text's order, a microsecond less for each: the last go first, as none is found without
-    those before it."""
-    return count(time.time(), -1e-6)
+def used_now(text: Iterable[str]) -> dict[str, float]:
+    """The time of use of chunks in a text's order, a microsecond less for each: the last go first, as none is found
+    without those before it."""
+    return dict(zip(text, count(time.time(), -1e-6), strict=False))
 
 
 def chunks_of(folder: Path) -> list[ChunksOfKind]:

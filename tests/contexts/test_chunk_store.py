@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcli.contexts.chunks import Chunk, ChunkStore, chunks_of
+from kvcli.contexts.chunks import Chunk, ChunkStore, chunks_of, used_now
 from kvcli.contexts.index import names
 from kvcli.errors import ContextError
 
@@ -49,7 +49,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         store.put([chunk(number)])
         time.sleep(0.002)
-    store.touch([chunk(1).key])
+    store.touch(used_now([chunk(1).key]))
     ChunkStore(tmp_path, 3000).put([chunk(4)])
     assert files(tmp_path) == {chunk(x).key for x in (1, 3, 4)}
     store.put([chunk(5, 4000)])  # more than the bound
@@ -57,11 +57,38 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     text = [chunk(x) for x in (9, 7, 8, 6, 5, 4)]
     store.put(text)
     assert files(tmp_path) == {x.key for x in text[:3]}  # what follows is not found without what is before
-    store.touch([x.key for x in text])
+    store.touch(used_now(x.key for x in text))
     store.put([chunk(1)])
     assert files(tmp_path) == {x.key for x in [chunk(1), *text[:2]]}
     (kind,) = chunks_of(tmp_path)
     assert kind.bytes == 3000
+
+
+def test_a_text_that_is_stored_in_steps_never_pushes_its_beginning_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And writes nothing that goes at once; what others did not use for longer goes first."""
+    store, text = ChunkStore(tmp_path, 3000), [chunk(x) for x in (9, 7, 8, 6, 5)]
+    store.put([chunk(1), chunk(2)])
+    write, written = store._write, list[str]()
+    monkeypatch.setattr(store, "_write", lambda new: written.append(new.key) or write(new))
+    used = used_now(x.key for x in text)
+    for step in text:
+        store.put([step], used)
+        assert sum(x.bytes for x in chunks_of(tmp_path)) == 1000 * len(files(tmp_path)) <= 3000
+    assert files(tmp_path) == {x.key for x in text[:3]} == set(written)
+    assert len(written) == 3
+
+
+def test_a_use_is_noted_when_others_have_written_and_never_goes_back(tmp_path: Path) -> None:
+    store, key = ChunkStore(tmp_path, 3000), chunk(1).key
+    store.put([chunk(1)], {key: 1.0})
+    with ChunkStore(tmp_path, 3000)._index.writing():
+        store.touch({key: 5.0})
+    assert chunks_of(tmp_path)[0].used == 1
+    for later in ({}, {key: 3.0}):
+        store.touch(later)
+        assert chunks_of(tmp_path)[0].used == 5
 
 
 def test_a_chunk_that_others_removed_while_it_was_written_is_counted(
@@ -126,13 +153,18 @@ def test_files_and_rows_without_each_other_go_at_a_later_start(tmp_path: Path) -
     store.put([chunk(1), chunk(2), chunk(3)])
     store._path(chunk(2).key).unlink()
     store._index.at_once("DELETE FROM chunks WHERE key = ?", [(chunk(3).key,)])
+    half = store._path(chunk(1).key).with_suffix(".kvc.1.2.tmp")
+    half.write_bytes(b"half")
     ChunkStore(tmp_path, 10**6)  # others may be writing them
     assert chunks_of(tmp_path)[0].chunks == 2
     assert files(tmp_path) == {chunk(1).key, chunk(3).key}
+    assert half.exists()
     long_ago = time.time() - 3600
     store._index.at_once("UPDATE chunks SET used = ?", [(long_ago,)])
-    os.utime(store._path(chunk(3).key), (long_ago, long_ago))
+    for path in (store._path(chunk(3).key), half):
+        os.utime(path, (long_ago, long_ago))
     ChunkStore(tmp_path, 10**6)
+    assert not half.exists()
     assert chunks_of(tmp_path)[0].chunks == 1
     assert files(tmp_path) == {chunk(1).key}
 
@@ -158,33 +190,22 @@ def test_kills_leave_only_whole_chunks_that_the_bound_counts(tmp_path: Path) -> 
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
-        time.sleep(0.25)
+        end, reader = time.monotonic() + 0.25, ChunkStore(tmp_path, 8_000_000)
+        while time.monotonic() < end:
+            for key in files(tmp_path):
+                data = reader.get(key)
+                assert data is None or (len(data) == 200_000 and len(set(data)) == 1)
+            assert len(files(tmp_path)) <= 56  # and four of each writer
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
     store = ChunkStore(tmp_path, 8_000_000)
     store.put([chunk(1, 200_000)])
-    counted = chunks_of(tmp_path)
-    assert sum(x.bytes for x in counted) <= 8_000_000
+    assert sum(x.bytes for x in chunks_of(tmp_path)) <= 8_000_000
     left = files(tmp_path)
     assert 5 < len(left) <= 48  # four of each kill may be without a row until a later start
-    for key in left:
-        data = store.get(key)
-        assert data is not None
-        assert len(data) == 200_000
-        assert len(set(data)) == 1
     store.remove(left)
     assert files(tmp_path) == set()
-
-
-def test_what_a_kill_left_half_written_goes_after_an_hour(tmp_path: Path) -> None:
-    ChunkStore(tmp_path, 10**6).put([chunk(1)])
-    halves = [next(tmp_path.glob("chunks/*")) / f"{x}.kvc.1.2.tmp" for x in ("old", "new")]
-    for half in halves:
-        half.write_bytes(b"half")
-    os.utime(halves[0], (time.time() - 7200,) * 2)
-    ChunkStore(tmp_path, 10**6)
-    assert [half.exists() for half in halves] == [False, True]
 
 
 def test_a_folder_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:

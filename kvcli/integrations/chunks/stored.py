@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -53,14 +53,14 @@ def encode_each(
     ]
 
 
-def put_chunks(store: ChunkStore, chunks: Sequence[Chunk], say: Say) -> bool:
-    """Whether all chunks are in the store now; `say` is told why not."""
+def put_chunks(store: ChunkStore, chunks: Sequence[Chunk], used: Mapping[str, float], say: Say) -> bool:
+    """Whether all chunks, which were `used` then, are in the store now; `say` is told of errors."""
     try:
-        store.put(chunks)
+        store.put(chunks, used)
     except (OSError, KvcliError) as error:
         say(f"{len(chunks)} chunks are not stored: {error}")
         return False
-    return True
+    return all(store.has(x.key) for x in chunks)
 
 
 def get_chunks(

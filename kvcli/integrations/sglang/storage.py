@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
+from kvcli.contexts.chunks import used_now
 from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.integrations.chunks.codec import ChunkCodec
 from kvcli.integrations.chunks.format import DTYPES, ChunkLayout
@@ -86,7 +87,7 @@ class KvcliStorage(HiCacheStorage):
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Stores pages; whether each one is in the store now."""
         pages, starts = self._pages(keys, host_indices), self._starts(keys, extra_info)
-        new = [i for i, key in enumerate(keys) if not self.exists(key)]
+        used, new = self._touch(keys, extra_info), [i for i, key in enumerate(keys) if not self.exists(key)]
         if new:
 
             def layer(layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -97,6 +98,7 @@ class KvcliStorage(HiCacheStorage):
             put_chunks(
                 self.store,
                 encode_each(self._codec, self._layout, layer, known, names, self.kind, logger.warning),
+                used,
                 logger.warning,
             )
         return [self.exists(key) for key in keys]
@@ -111,7 +113,7 @@ class KvcliStorage(HiCacheStorage):
                 keys_of, values_of = (x.to(pages[0].device) for x in both)
                 for (page, _), k, v in zip(good, keys_of, values_of, strict=True):
                     page[0, layer_idx], page[1, layer_idx] = k, v
-        self.store.touch([name for name, data in zip(names, found, strict=True) if data is not None])
+        self._touch(keys, extra_info)
         return [data is not None for data in found]
 
     def clear(self) -> None:
@@ -128,6 +130,13 @@ class KvcliStorage(HiCacheStorage):
         pool = self.mem_pool_host
         pages = [pool.get_data_page(int(host_indices[i * pool.page_size]), flat=False) for i in range(len(keys))]
         return [(x[:, 0] if x.ndim == 6 else x).permute(_AXES[pool.layout]) for x in pages]
+
+    def _touch(self, keys: Sequence[str], extra_info: Any) -> dict[str, float]:
+        """Notes that pages and those before them are used, and returns when."""
+        text = [*(getattr(extra_info, "prefix_keys", None) or ()), *keys]
+        used = used_now(self._name(key) for key in text)
+        self.store.touch(used)
+        return used
 
     def _starts(self, keys: Sequence[str], extra_info: Any) -> list[int] | None:
         """Positions of the pages' first tokens, if SGLang passes the keys of the pages before."""

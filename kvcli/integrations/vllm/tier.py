@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -57,7 +57,8 @@ class TierSettings(StoreSettings):
 class Item(NamedTuple):
     """A chunk of a job: its key, its name in the store, its slot, and its first token's position if known.
 
-    A chunk that is not `whole` ends with tokens that are not there yet.
+    A chunk that is not `whole` ends with tokens that are not there yet. It is `used` when its request begins, the last
+    ones of a text first, so that what does not fit is a text's end, though it is stored over many steps.
     """
 
     key: Any
@@ -65,6 +66,7 @@ class Item(NamedTuple):
     slot: int
     start: int | None
     whole: bool
+    used: float
 
 
 class Finished(NamedTuple):
@@ -114,13 +116,11 @@ class KvcliTier(SecondaryTierManager):
             for what, count in (("load", chosen.max_workers), ("store", chosen.max_workers), ("touch", 1))
         )
         self._running, self._finished = set[Future[None]](), deque[Finished]()
-        self._used, self._ended = deque[str](), False
+        self._begun = dict[str, float]()
 
     def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
-        found = self._lookups.lookup(key, req_context)
-        if found is None:
-            return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        found = {None: LookupResult.RETRY, True: LookupResult.HIT, False: LookupResult.MISS}
+        return found[self._lookups.lookup(key, req_context)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._stores, self._store, job_metadata)
@@ -137,40 +137,43 @@ class KvcliTier(SecondaryTierManager):
         return results
 
     def touch(self, keys: Collection[Any], req_context: ReqContext) -> None:
-        self._touch([self._name(key) for key in keys])
+        ends, now = enumerate(map(req_context.get_offload_key_position, keys)), time.time()
+        self._touch({key: now - 1e-6 * (end or i) for key, (i, end) in zip(keys, ends, strict=True)})
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        """All chunks of its text were used, also those that vLLM had and did not look for."""
         self._lookups.cleanup(req_context.req_id)
+        self._begun.pop(req_context.req_id, None)
+        self.touch([*getattr(req_context, "_offload_key_positions", ())], req_context)
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
         wait(self._running)
-        self._touches.submit(self._touch_used).result()
+        self._touches.submit(bool).result()
 
     def shutdown(self) -> None:
         """Ends when the jobs that are running have ended; others are not begun."""
-        if self._ended:
-            return
-        self._ended = True
         self._lookups.shutdown()
         for pool in (self._loads, self._stores, self._touches):
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=pool is not self._touches)
         if self._pinned:
             host_unregister(self._rows.data_ptr())
+            self._pinned = False
         self._rows = torch.empty(0)  # vLLM closes the memory
 
     def _submit(self, pool: ThreadPoolExecutor, run: Callable[[Any, list[Item]], Finished], job: Any) -> None:
         """Runs a job in a thread; what it needs of vLLM's own objects is read here, in vLLM's."""
-        items = []
+        items, begun = list[Item](), self._begun.setdefault(job.req_context.req_id, time.time())
         for key, slot in zip(job.keys, job.chunk_ids, strict=True):
             end, tokens = job.req_context.get_offload_key_position(key), self._group(key).tokens
             start = None if end is None or end < tokens else end - tokens
-            items.append(Item(key, self._name(key), int(slot), start, end is None or end % tokens == 0))
+            whole, used = end is None or end % tokens == 0, begun - 1e-6 * (end or len(items))
+            items.append(Item(key, self._name(key), int(slot), start, whole, used))
 
         def work() -> None:
             try:
@@ -186,7 +189,7 @@ class KvcliTier(SecondaryTierManager):
     def _store(self, job: Any, items: list[Item]) -> Finished:
         begun, written, success = time.monotonic(), 0, True
         new = [item for item in items if not self.store.has(item.name)]
-        self._touch([item.name for item in items if item not in new])
+        self.store.touch({x.name: x.used for x in items if x not in new})  # before others are put
         for group, every in self._by_group(new):
             those = [x for x in every if x.whole or isinstance(group, OpaqueChunks)]
             for batch in _batches(group, those):
@@ -194,7 +197,8 @@ class KvcliTier(SecondaryTierManager):
                 starts = [x.start for x in batch if x.start is not None]
                 known = starts if len(starts) == len(batch) else None
                 chunks = group.encode(rows, known, [x.name for x in batch], logger.warning)
-                success &= put_chunks(self.store, chunks, logger.warning) and len(chunks) == len(batch)
+                used = {x.name: x.used for x in batch}
+                success &= put_chunks(self.store, chunks, used, logger.warning) and len(chunks) == len(batch)
                 written += sum(len(x.data) for x in chunks)
         seconds = time.monotonic() - begun
         return Finished(JobResult(job.job_id, success=success, transfer_time=seconds, transfer_bytes=written), [])
@@ -217,7 +221,7 @@ class KvcliTier(SecondaryTierManager):
                         torch.cuda.current_stream(group.device).synchronize()
                     loaded += [item for item, _ in good]
                     read += sum(len(data) for _, data in good)
-        self._touch([x.name for x in loaded])
+        self._touch({x.key: x.used for x in loaded})
         keys = {x.key for x in loaded}
         missing = [x.key for x in items if x.key not in keys]
         rest: dict[str, Any] = {"successful_keys": tuple(keys) or None} if missing else {}
@@ -231,15 +235,8 @@ class KvcliTier(SecondaryTierManager):
         for index, those in of_group.items():
             yield self.groups[index], those
 
-    def _touch(self, names: Iterable[str]) -> None:
-        """Notes that chunks were used, soon and many at once."""
-        self._used.extend(names)
-        self._touches.submit(self._touch_used)
-
-    def _touch_used(self) -> None:
-        used = [self._used.popleft() for _ in range(len(self._used))]
-        if used:
-            self.store.touch(dict.fromkeys(used))
+    def _touch(self, used: Mapping[Any, float]) -> None:
+        self._touches.submit(lambda: self.store.touch({self._name(key): at for key, at in used.items()}))
 
     def _group(self, key: Any) -> GroupChunks | OpaqueChunks:
         return self.groups[get_offload_group_idx(key)]

@@ -229,15 +229,19 @@ def test_pages_of_another_dtype_or_length_are_others(
     assert make_storage(model_folder, tmp_path / "store")[0].batch_exists(KEYS) == 0
 
 
-def test_pages_that_are_read_stay_longest(pages: Any, model_folder: Path, tmp_path: Path) -> None:
+def test_a_text_that_does_not_fit_keeps_its_beginning(pages: Any, model_folder: Path, tmp_path: Path) -> None:
     storage, pool = make_storage(model_folder, tmp_path / "store")
     fill(pool, pages)
-    storage.batch_set_v1(KEYS, indices(PLACES))
+    storage.store.max_bytes = 3 * storage._codec.stored_bytes(storage._layout)
+    before, later = (hicache.HiCacheStorageExtraInfo(prefix_keys=x) for x in ([], KEYS[:2]))
+    for _ in range(2):
+        assert storage.batch_set_v1(KEYS[:2], indices(PLACES[:2]), before) == [True, True]
+        assert storage.batch_set_v1(KEYS[2:], indices(PLACES[2:]), later) == [True, False]
     storage.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
-    storage.batch_get_v1(KEYS[:1], indices(PLACES[:1]))
+    assert storage.batch_get_v1(KEYS[2:], indices(PLACES[2:]), later) == [True, False]
     with storage.store._index.reading() as db:
-        used = dict(db.execute("SELECT key, used FROM chunks").fetchall())
-    assert [key for key, time in used.items() if time > 1] == [storage._name(KEYS[0])]
+        used = db.execute("SELECT key FROM chunks WHERE used > 1 ORDER BY used DESC").fetchall()
+    assert [key for (key,) in used] == [storage._name(key) for key in KEYS[:3]]
 
 
 def test_clear_leaves_what_other_methods_stored(pages: Any, model_folder: Path, tmp_path: Path) -> None:

@@ -79,32 +79,29 @@ class Engine:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=set(), preempted_req_ids=set()))
         time.sleep(0.01)
 
-    def write(self, chunks: list[tuple[Tensor, Tensor]], known: bool = True, group: int = 0) -> ReqContext:
-        """Offloads chunks of keys and values [layers, heads, tokens, DIM], the first ones of a text."""
-        request = context(len(chunks), known, group)
+    def write(self, chunks: list[tuple[Tensor, Tensor]], known: bool = True, steps: bool = False) -> None:
+        """Offloads chunks of keys and values [layers, heads, tokens, DIM], a text's first ones, in one step or many."""
+        request, text = context(len(chunks), known), keys_of(len(chunks))
         self.manager.on_new_request(request)
-        made = self.manager.prepare_store(keys_of(len(chunks), group), request)
-        new = [chunks[keys_of(len(chunks), group).index(key)] for key in made.keys_to_store]
-        for slot, (keys, values) in zip(made.store_spec.block_ids, new, strict=True):
-            pages = self.pages(slot)
-            for rank in range(self.ranks):
-                for layer in range(LAYERS):
-                    for token in range(TOKENS):
-                        for head in range(pages.shape[4]):
-                            of_model = (rank * HEADS // self.ranks) + head
-                            place = pages[rank, layer, token // PAGE, token % PAGE, head]
-                            place[:DIM] = keys[layer, of_model, token]
-                            place[DIM:] = values[layer, of_model, token]
-        self.manager.complete_store(keys_of(len(chunks), group), request)
-        self.finish(request)
-        return request
+        for some in [[key] for key in text] if steps else [text]:
+            made = self.manager.prepare_store(some, request)
+            for slot, key in zip(made.store_spec.block_ids, made.keys_to_store, strict=True):
+                both, pages = torch.cat(chunks[text.index(key)], dim=-1).unflatten(2, (PAGES, PAGE)), self.pages(slot)
+                for rank in range(self.ranks):
+                    own = rank * HEADS // self.ranks
+                    pages[rank] = both[:, own : own + pages.shape[4]].permute(0, 2, 3, 1, 4).numpy()
+            self.manager.complete_store(some, request)
+            self.finish()
+        self.manager.on_request_finished(request)
+        self.tier.drain_jobs()
 
-    def finish(self, request: ReqContext) -> None:
+    def finish(self, request: ReqContext | None = None) -> None:
         for _ in range(3):
             self.step()
         self.tier.drain_jobs()
         self.step()
-        self.manager.on_request_finished(request)
+        if request is not None:
+            self.manager.on_request_finished(request)
 
     def read(self, count: int, group: int = 0) -> list[int | None]:
         """The slots of chunks after a lookup; None for those that are not found."""

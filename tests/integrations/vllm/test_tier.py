@@ -56,9 +56,13 @@ def chunks(tiny_model: Any) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_engine_finds_after_a_restart_what_another_stored(
-    engines: Any, chunks: Any, model_folder: Path, layout: str, ranks: int
+    engines: Any, chunks: Any, model_folder: Path, layout: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines(layout=layout, ranks=ranks).write(chunks)
+    """Two ranks code chunks in several batches."""
+    monkeypatch.setattr("kvcli.integrations.vllm.tier._BATCH_BYTES", 1 if ranks == 2 else 2**20)
+    first = engines(layout=layout, ranks=ranks, locality="REMOTE")
+    first.write(chunks)
+    assert first.tier.locality.name == "REMOTE"
     served = Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))
     for engine in (engines(layout=layout, ranks=ranks), engines(layout="LBHNC", ranks=1)):
         assert equal(restored(engine), coded(served, chunks))
@@ -85,16 +89,15 @@ def test_damaged_chunks_are_computed_anew_and_the_others_are_loaded(engines: Any
     first = engines()
     first.write(chunks)
     files = [first.tier.store._path(first.tier._name(key)) for key in keys_of(3)]
-    data = bytearray(files[1].read_bytes())
-    data[-5] ^= 1
-    files[1].write_bytes(data)
-    second = engines()
-    slots = second.read(3)
-    assert [slot is None for slot in slots] == [False, True, False]
-    assert [path.exists() for path in files] == [True, False, True]
-    assert sum(x.chunks for x in chunks_of(first.tier.store.folder)) == 2
-    second.write(chunks)
-    assert None not in engines().read(3)
+    data = files[1].read_bytes()
+    for content in (data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], b"", data[:500]):
+        files[1].write_bytes(content)
+        second = engines()
+        assert [slot is None for slot in second.read(3)] == [False, True, False]
+        assert [path.exists() for path in files] == [True, False, True]
+        assert sum(x.chunks for x in chunks_of(first.tier.store.folder)) == 2
+        second.write(chunks)
+        assert None not in engines().read(3)
 
 
 def test_what_codes_cannot_hold_is_not_stored_and_the_others_are(engines: Any, chunks: Any) -> None:
@@ -121,9 +124,8 @@ def test_other_methods_models_dtypes_and_chunk_lengths_find_nothing(engines: Any
     other_dtype = {"config": {"dtype": "bfloat16"}, "page_bytes": 2 * HEADS * PAGE * DIM * 2}
     for changes in ({"method": "kivi-4"}, {"exact_tokens": 2}, {"settings": {"group_size": 16}}, other_dtype):
         assert engines(**changes).read(3) == [None] * 3
-    make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7e4}).config.save_pretrained(
-        tmp_path / "b"
-    )
+    other = make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7e4})
+    other.config.save_pretrained(tmp_path / "b")
     assert engines(tmp_path / "b").read(3) == [None] * 3
     assert None not in engines().read(3)
 
@@ -191,16 +193,30 @@ def test_what_the_tier_cannot_hold_ends_the_start_by_name(engines: Any, changes:
         engines(**changes)
 
 
-def test_the_store_is_bounded_by_use(engines: Any, chunks: Any, model_folder: Path) -> None:
+def test_the_store_is_bounded_and_keeps_the_beginning_of_a_text(engines: Any, chunks: Any, model_folder: Path) -> None:
     layout = ChunkLayout(LAYERS, TOKENS, HEADS, DIM, torch.float32)
     one = ChunkCodec(Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))).stored_bytes(layout)
-    first = engines(max_bytes=f"{2 * one / 1024 + 0.01}KiB")
-    first.write(chunks[:2])
-    assert None not in engines().read(1)  # and used, so that the second one goes
-    engines(max_bytes=f"{2 * one / 1024 + 0.01}KiB").write(chunks)
-    assert [slot is None for slot in engines().read(3)] == [False, True, False]
-    (kind,) = chunks_of(first.tier.store.folder)
-    assert (kind.chunks, kind.bytes) == (2, 2 * one)
+    for steps in (True, False):
+        engine = engines(max_bytes=f"{2 * one / 1024 + 0.01}KiB", folder=f"store-{steps}")
+        told = results_of(engine)
+        engine.write(chunks, steps=steps)
+        assert [slot is None for slot in engines(folder=f"store-{steps}").read(3)] == [False, False, True]
+        assert told == ([True, True, False] if steps else [False])
+        (kind,) = chunks_of(engine.tier.store.folder)
+        assert (kind.chunks, kind.bytes) == (2, 2 * one)
+
+
+def results_of(engine: Engine) -> list[bool]:
+    """Whether each job of a tier succeeded, while they end."""
+    told, finished = list[bool](), engine.tier.get_finished_jobs
+
+    def watched() -> list[Any]:
+        results = list(finished())
+        told.extend(x.success for x in results)
+        return results
+
+    engine.tier.get_finished_jobs = watched  # type: ignore[method-assign]
+    return told
 
 
 def test_positions_that_vllm_knows_are_those_of_the_codes(
@@ -209,11 +225,8 @@ def test_positions_that_vllm_knows_are_those_of_the_codes(
     first = engines(artifact=str(artifact))
     first.write(chunks)
     served = Served.load(ChunkSettings(model=str(model_folder), artifact=str(artifact)))
-    starts = []
-    for key in keys_of(3):
-        data = first.tier.store.get(first.tier._name(key))
-        starts.append(ChunkHeader.unpack(memoryview(data)).start)
-    assert starts == [0, TOKENS, 2 * TOKENS]
+    data: list[Any] = [first.tier.store.get(first.tier._name(key)) for key in keys_of(3)]
+    assert [ChunkHeader.unpack(memoryview(x)).start for x in data] == [0, TOKENS, 2 * TOKENS]
     assert equal(restored(engines(artifact=str(artifact))), coded(served, chunks))
 
 
@@ -230,101 +243,80 @@ def test_a_chunk_that_is_not_full_yet_is_not_coded(engines: Any, chunks: Any) ->
     assert [slot is None for slot in engines().read(3)] == [False, False, True]
 
 
-def test_files_that_lost_their_content_are_computed_anew(engines: Any, chunks: Any) -> None:
-    first = engines()
-    first.write(chunks)
-    path = first.tier.store._path(first.tier._name(keys_of(1)[0]))
-    for content in (b"", path.read_bytes()[:500]):
-        path.write_bytes(content)
-        assert [slot is None for slot in engines().read(3)] == [True, False, False]
-        engines().write(chunks)
-        assert None not in engines().read(3)
-
-
 def test_a_job_that_fails_is_told_and_ends_no_engine(
     engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while another request looks for the same chunks."""
     engine, asked = engines(), context(3, True)
-
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(engine.tier.groups[0]), "encode", broken)
-        engine.manager.on_new_request(asked)
-        other = engines()
-        other.manager.on_new_request(asked)
-        job = SimpleNamespace(job_id=7, keys=keys_of(3), chunk_ids=[0, 1, 2], req_context=asked, is_promotion=False)
-        assert other.tier.lookup(keys_of(1)[0], asked) is LookupResult.RETRY
-        other.tier._lookups.flush()
-        other.tier.submit_store(job)
-        other.tier.drain_jobs()
-        (result,) = other.tier.get_finished_jobs()
-        assert (result.job_id, result.success) == (7, False)
-        other.tier._lookups.flush()
-        time.sleep(0.1)
-        assert other.tier.lookup(keys_of(1)[0], asked) in (LookupResult.RETRY, LookupResult.MISS)
-        other.tier._lookups.flush()
-    assert not list(other.tier.get_finished_jobs())
+    monkeypatch.setattr(type(engine.tier.groups[0]), "encode", None)
+    engine.manager.on_new_request(asked)
+    job = SimpleNamespace(job_id=7, keys=keys_of(3), chunk_ids=[0, 1, 2], req_context=asked, is_promotion=False)
+    assert engine.tier.lookup(keys_of(1)[0], asked) is LookupResult.RETRY
+    engine.tier._lookups.flush()
+    engine.tier.submit_store(job)
+    engine.tier.drain_jobs()
+    (result,) = engine.tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (7, False)
+    engine.tier._lookups.flush()
+    time.sleep(0.1)
+    assert engine.tier.lookup(keys_of(1)[0], asked) in (LookupResult.RETRY, LookupResult.MISS)
+    engine.tier._lookups.flush()
+    assert not list(engine.tier.get_finished_jobs())
 
 
 def test_chunks_of_a_load_that_fails_are_computed(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though they are there."""
     engines().write(chunks)
-
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("out of memory")
-
     engine = engines()
-    monkeypatch.setattr(type(engine.tier.groups[0]), "decode", broken)
+    monkeypatch.setattr(type(engine.tier.groups[0]), "decode", None)
     assert engine.read(3) == [None] * 3
 
 
-def test_chunks_that_are_used_stay(engines: Any, chunks: Any) -> None:
-    """Those that vLLM touches, loads, or wants to store once more."""
-    engine = engines()
+def test_chunks_that_are_used_stay(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a request that vLLM had itself, and those that are touched last; noted slowly."""
+    engine, touch, asked = engines(), ChunkStore.touch, context(3, True)
     engine.write(chunks)
-    ways: list[Callable[[], object]] = [
-        lambda: engine.tier.touch(keys_of(1), context(1, True)),
-        lambda: engines().read(1),
-        lambda: engines().write(chunks[:1]),
-    ]
-    for way in ways:
-        engine.tier.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
-        way()
-        for _ in range(200):
-            (kind,) = chunks_of(engine.tier.store.folder)
-            if kind.used > 1:
-                break
-            time.sleep(0.01)
-        assert kind.used > 1
+    monkeypatch.setattr(ChunkStore, "touch", lambda *arguments: time.sleep(0.1) or touch(*arguments))
+    engine.tier.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
+    engine.manager.on_new_request(asked)
+    engine.manager.on_request_finished(asked)
+    engine.tier.drain_jobs()
+    assert (begun := time.time()) > min(times_of(engine)) > 1
+    for key in keys_of(3):
+        engine.tier.touch([key], asked)
+    engine.tier.shutdown()
+    assert min(times_of(engine)) > begun - 0.01
+
+
+@pytest.mark.parametrize(("what", "order"), [("load", (0, 2, 1)), ("load", (2, 1, 0)), ("store", (0, 2, 1))])
+def test_times_are_in_the_order_of_a_text_whichever_job_ends_first(
+    engines: Any, chunks: Any, what: str, order: tuple[int, ...]
+) -> None:
+    engine, asked = engines(), context(3, True)
+    engine.write(chunks)
+    engine.tier.store._index.at_once("UPDATE chunks SET used = ?", [(1.0,)])
+    for i in order:
+        job = {"job_id": i, "keys": keys_of(3)[i : i + 1], "chunk_ids": [i], "req_context": asked}
+        getattr(engine.tier, f"submit_{what}")(SimpleNamespace(**job, is_promotion=what == "load"))
+        engine.tier.drain_jobs()
+    times = times_of(engine)
+    assert times == sorted({1, *times}, reverse=True)[:3]
+
+
+def times_of(engine: Engine) -> list[float]:
+    """When the chunks of the text were used."""
+    with engine.tier.store._index.reading() as db:
+        used = dict(db.execute("SELECT key, used FROM chunks").fetchall())
+    return [used[engine.tier._name(key)] for key in keys_of(3)]
 
 
 def test_vllm_is_told_which_stores_failed(engines: Any, chunks: Any) -> None:
     keys = chunks[0][0].clone()
     keys[0, 0, 40, 3] = float("nan")
     for stored, success in (([(keys, chunks[0][1]), chunks[1]], False), (chunks, True)):
-        engine, told = engines(), list[bool]()
-        finished = engine.tier.get_finished_jobs
-
-        def watched(finished: Any = finished, told: list[bool] = told) -> list[Any]:
-            results = list(finished())
-            told.extend(x.success for x in results)
-            return results
-
-        engine.tier.get_finished_jobs = watched
+        told = results_of(engine := engines())
         engine.write(stored)
         assert told == [success]
-
-
-def test_many_chunks_are_coded_in_several_batches(
-    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch, model_folder: Path
-) -> None:
-    monkeypatch.setattr("kvcli.integrations.vllm.tier._BATCH_BYTES", 1)
-    engines().write(chunks)
-    served = Served.load(ChunkSettings(model=str(model_folder), method="kivi-2"))
-    assert equal(restored(engines()), coded(served, chunks))
 
 
 def test_jobs_that_were_not_begun_are_given_up_at_the_end(
@@ -346,11 +338,6 @@ def test_jobs_that_were_not_begun_are_given_up_at_the_end(
     engine.tier.shutdown()
     assert len(begun) == 1
     engine.tier.shutdown()
-
-
-def test_tiers_have_a_locality(engines: Any) -> None:
-    assert engines(locality="REMOTE").tier.locality.name == "REMOTE"
-    assert engines().tier.locality is None
 
 
 @pytest.mark.parametrize("name", ["transformer.h.{}.attn", "model.decoder.layers.{}.self_attn.attn"])
