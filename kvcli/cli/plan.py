@@ -104,11 +104,12 @@ def run(options: PlanOptions, output: Output) -> None:
         "methods": [_method_row(plan, plans, options, memory) for plan in plans],
     }
     if in_engine and memory is not None:
-        from kvcli.plan.cluster import Cluster
+        from kvcli.plan.cluster import TIER, Cluster
 
         cluster, length = Cluster(options.nodes, options.gpus, memory), options.prompt_tokens + options.max_new_tokens
         for row, plan in zip(record["methods"], plans, strict=True):
-            row["engine"] = cluster.holds(plan, length, options.requests)
+            row["engine"], row["tier"] = cluster.holds(plan, length, options.requests), cluster.tier(plan)
+        record["tier"] = TIER
         record |= options.model_dump(include={"gpus", "nodes", "requests"})
     for line in _lines(record, planned):
         output.say(line)
@@ -210,13 +211,18 @@ def _lines(record: Mapping[str, Any], planned: PlannedModel) -> list[str]:
         )
         if planned.state_bytes is None:
             texts.append(f"states of {others - len(planned.windows)} layers of other kinds are not counted")
+    if tier := record.get("tier"):
+        texts.append(
+            f"tier bytes: of a token in chunks of {tier['chunk_tokens']}, {BASELINE}: in an engine's files; from MB "
+            f"per s: read so fast, they beat computing ({tier['source']}; other models and GPUs: not measured)"
+        )
     return texts
 
 
 def _table(record: Mapping[str, Any]) -> DataTable:
     rows, cells = record["methods"], []
     for row in rows:
-        memory, fits = row["memory"], row["fits"]
+        memory, fits, engine = row["memory"], row["fits"], {**(row.get("engine") or {}), **row.get("tier", {})}
         cells.append(
             {
                 "method": row["method"],
@@ -227,7 +233,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
                 "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
                 "peak": size(row["peak_bytes"]),
                 **({"longest": _short_number(fits["context"]), "batch": _short_number(fits["batch"])} if fits else {}),
-                **{name: _short_number(number) for name, number in (row.get("engine") or {}).items()},
+                **{name.replace("_", " "): _short_number(number) for name, number in engine.items()},
                 "pays from": " / ".join(_short_number(pays["context"]) for pays in row["break_even"]) or "-",
             }
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,9 @@ _PAGE_TOKENS = 512
 
 _PASS_TOKENS = 8192
 """That a pass of an engine has at most."""
+
+TIER: dict[str, Any] = json.loads(Path(__file__).with_name("tier.json").read_text(encoding="utf-8"))
+"""Seconds of computing tokens, and of decoding chunks of a tier, as they were measured, with their source."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,19 @@ class Cluster:
         if requests is not None:
             held["nodes"] = -(-requests // of_node) if of_node else None
         return held
+
+    def tier(self, plan: MethodPlan) -> dict[str, int | None]:
+        """Bytes of a token in a tier, None without codes; from how many MB per second on loading beats computing."""
+        planned, decoded, speed = plan.planned, TIER["decoded"].get(plan.name), None
+        if any(codec.new_state(1, torch.device("cpu")) is not None for codec in plan.codecs):
+            return {"tier_bytes": None, "from_MB_per_s": None}
+        each = float(planned.spec.fp16_bytes_per_token())
+        if plan.method.name != BASELINE:  # with a token that is kept as it is
+            each = each / TIER["chunk_tokens"] + sum(sum(_bits(codec)) for codec in plan.codecs) / 8
+        if decoded and self.gpus == 1 and planned.weights_bytes == TIER["weights_bytes"]:
+            computing, decoding = (x["seconds"] / x["tokens"] for x in (TIER["computed"], decoded))
+            speed = round(each / (computing - decoding) / 1e6)
+        return {"tier_bytes": ceil(each), "from_MB_per_s": speed}
 
     def _bytes(self, plan: MethodPlan) -> tuple[int, int] | None:
         """Bytes per token in pages, and per request beside them, on each GPU."""

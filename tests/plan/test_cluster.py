@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +69,20 @@ def test_the_command_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = invoke(*words, "--memory", "141GiB", "--gpus", "4").stdout
     assert "tokens, requests: what an engine holds on 1 x 4 such GPUs" in " ".join(shown.split())
     assert "say what an engine may use of each GPU, such as --memory 80GiB" in refused(*words, "--gpus", "4")
+
+
+def test_where_a_tier_pays_follows_from_what_was_measured(repo_root: Path) -> None:
+    """And a tier of .63 GB that was restored in 3.04 s, 1.0 of it decoding, was read too slowly to beat 1.21 s."""
+    methods = (x for name in ("klt-2.25", "kivi-2", "kivi-4", "qjl") for x in ("--method", name))
+    words = ("plan", "llama-3.1-8b", "--memory", "80GiB", "--requests", "1", "--json", *methods)
+    exact, klt, kivi, kivi4, qjl = (row["tier"] for row in json.loads(invoke(*words).stdout)["methods"])
+    assert exact == {"tier_bytes": 131072, "from_MB_per_s": round(131072 * 32768 / 1.21 / 1e6)}
+    assert klt["tier_bytes"] * 32768 == pytest.approx(0.63e9, rel=0.01)
+    assert kivi["from_MB_per_s"] < klt["from_MB_per_s"] < exact["from_MB_per_s"]
+    assert klt["from_MB_per_s"] > 630 / (3.04 - 1.0)
+    assert (kivi4["tier_bytes"] > kivi["tier_bytes"], kivi4["from_MB_per_s"], qjl["tier_bytes"]) == (True, None, None)
+    assert json.loads(invoke(*words, "--gpus", "2").stdout)["methods"][0]["tier"]["from_MB_per_s"] is None
+    record = json.loads((repo_root / "kvcli/plan/tier.json").read_text())
+    log = (repo_root / "notes/benchmarks_log.md").read_text().split(record["source"].split("'")[1])[1].split("\n## ")[0]
+    times = (record["computed"]["seconds"], *(1000 * x["seconds"] for x in record["decoded"].values()))
+    assert not [taken for taken in times if not re.search(rf"\b{taken:g}\b", log)]
