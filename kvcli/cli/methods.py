@@ -48,7 +48,7 @@ def run(options: MethodsOptions, output: Output) -> None:
             records.append({**record, "calibration": calibration, "summary": method.summary})
         columns = ("name", "bits", "paper", "calibration", "summary")
         cells = [[record[column] for column in columns] for record in records]
-        table = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
+        table = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[1:])
         output.result({"methods": records}, table, ["kvcli", "methods", DEFAULT_METHOD])
 
 

@@ -101,8 +101,8 @@ class Output:
     ) -> None:
         """Prints the command's result: `record` with --json, else `human`, or each of a list.
 
-        A table is no wider than the terminal, and never cut in a pipe. `following` are words of the command line to
-        type next, which is said when the command has ended. OutputError: the result cannot be written.
+        A table is no wider than the terminal; in a pipe, what is beyond 80 columns is in further tables. `following`
+        are words of the next command line, said when the command has ended. OutputError: the result cannot be written.
         """
         self.record, self.following = record, following
         if self.ranks.rank:
@@ -121,9 +121,10 @@ class Output:
             console = Console(file=shown, highlight=False, force_terminal=sys.stdout.isatty() or None)
             rows = [[cell.translate(_BLANKS) for cell in row] for row in human.rows]
             human = replace(human, title=human.title.translate(_BLANKS), rows=rows)
-            if not console.is_terminal:
-                console.width = max(80, human.least(human.columns))
-            console.print(human.fitted(console.width))
+            for part in [human] if console.is_terminal else human.parts(width := max(80, console.width)):
+                if not console.is_terminal:
+                    console.width = max(width, part.least(part.columns))
+                console.print(part.fitted(console.width))
             write_stdout(shown.getvalue())
 
     @contextmanager

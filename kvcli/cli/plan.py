@@ -291,7 +291,7 @@ def recommend(options: CacheOptions, output: Output) -> None:
     record = {"model": options.model, "memory_bytes": memory, "weights_bytes": planned.weights_bytes}
     record |= {"measured": about, "recommended": best and best["method"], "methods": rows}
     title = f"{options.batch} x {options.prompt_tokens} + {options.max_new_tokens} tokens in {size(memory)}"
-    output.result(record, _fitting_table(title, rows))
+    output.result(record, _fitting_table(title, rows, [table["model"] for table in tables]))
 
 
 def _fitting_row(plan: MethodPlan, options: CacheOptions, memory: int, tables: list[dict[str, Any]]) -> dict[str, Any]:
@@ -312,19 +312,21 @@ def _fitting_row(plan: MethodPlan, options: CacheOptions, memory: int, tables: l
     }
 
 
-def _fitting_table(title: str, rows: list[dict[str, Any]]) -> DataTable:
+def _fitting_table(title: str, rows: list[dict[str, Any]], models: list[str]) -> DataTable:
+    """Methods in 80 columns: models on which losses were measured are numbered in the title."""
+    title += f"; losses measured on {', '.join(f'({i}) {name}' for i, name in enumerate(models, 1))}"
     cells = [
         {
             "method": row["method"],
             "loss": "-" if row["loss"] is None else f"{row['loss']:.3f}",
-            "measured on": row["measured_on"] or "-",
+            "on": f"({models.index(row['measured_on']) + 1})" if row["measured_on"] else "-",
             "cache": size(row["cache_bytes"]),
             "peak": size(row["peak_bytes"]),
             **{name.replace("_", " "): "yes" if row[name] else "-" for name in ("fits", "fit_first")},
         }
         for row in rows
     ]
-    return DataTable.of(title, cells, ("cache", "measured on"))
+    return DataTable.of(title, cells, ("cache", "on"))
 
 
 EXAMPLE = "kvcli plan llama-3.1-8b --memory 24GiB --prompt-tokens 32768"

@@ -55,6 +55,22 @@ class DataTable:
         header, *rows = (f"| {' | '.join(line)} |\n" for line in cells)
         return "".join((header, f"|{'---|' * len(self.columns)}\n", *rows))
 
+    def parts(self, width: int) -> list[DataTable]:
+        """Tables of as many columns as fit a width of the screen, each with the first ones that tell rows apart."""
+        split: list[list[str]] = []
+        naming = next((x for x in (1, 2, 3, 4) if len({tuple(row[:x]) for row in self.rows}) == len(self.rows)), 1)
+        shown = names = list(self.columns[:naming])
+        for column in self.columns[naming:]:
+            if shown != names and self.least([*shown, column]) > width:
+                split, shown = [*split, shown], names
+            shown = [*shown, column]
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        texts = self.columns[: self.text_columns]
+        return [
+            DataTable.of(title, rows, (), columns, text_columns=sum(x in texts for x in columns), prose=self.prose)
+            for title, columns in zip((self.title, *[""] * len(split)), (*split, shown), strict=True)
+        ]
+
     def fitted(self, width: int) -> RenderableType:
         """The table within a width, in columns of the screen: as many columns as fit, else one line per cell."""
         shown, omitted = list(self.columns), []

@@ -54,7 +54,8 @@ def test_records_name_the_default_methods() -> None:
     assert default_methods(kinds_only=True) == ["kivi-2", "kivi-4", "klt-2.25"]
 
 
-def test_attention_gives_a_table_and_a_record_per_row() -> None:
+def test_attention_gives_a_table_and_a_record_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     done = result(*ATTENTION, *GROUPS, *BOOKS, "--method", "kivi-2", "--batches", "1", "--batches", "2")
     assert "no GPU" in done.stderr
     assert done.stdout.count("kivi-2") == 2
@@ -89,6 +90,7 @@ def test_records_go_into_a_pipe() -> None:
 
 def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attend_with(monkeypatch, scaled(1.1))
+    monkeypatch.setenv("COLUMNS", "200")
     done = result(*ATTENTION, *BOOKS, exit_code=1)
     assert attend.call_count == 1
     line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)

@@ -42,7 +42,8 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
     assert records("generate")[0]["machine"]["packages"]["transformers"]
 
 
-def test_the_table_of_generate_puts_ratios_first() -> None:
+def test_the_table_of_generate_puts_ratios_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lines = invoke(*GENERATE, *TINY).stdout.splitlines()
     heading = next(line for line in lines if "x tok/s" in line)
     names = [name.strip() for name in heading.strip("┃").split("┃")]
@@ -77,6 +78,7 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
+    monkeypatch.setenv("COLUMNS", "200")
     done = result("bench", "--suite", "memory", *TINY, "--memory-budget", "40GiB", "--method", "commvq-1")
     rows_shown = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
     lines = {cells[1]: cells for cells in rows_shown}

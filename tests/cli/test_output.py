@@ -66,6 +66,19 @@ def test_prose_is_broken_to_80_columns_in_a_pipe_and_nothing_else(capsys: pytest
     assert "one" * 40 in capsys.readouterr().out
 
 
+def test_columns_beyond_80_are_in_further_tables_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has the columns that tell its rows apart; a terminal of any width leaves columns out instead."""
+    rows = [["a", "x", *["1" * 30] * 3], ["a", "y", *["2" * 30] * 3]]
+    table = DataTable("what", ("name", "of", "first", "second", "third"), rows, text_columns=2, optional=("first",))
+    Output().result({}, table)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "what"
+    headings = [[x.strip() for x in line.strip("┃").split("┃")] for line in lines if line.startswith("┃")]
+    assert headings == [["name", "of", "first", "second"], ["name", "of", "third"]]
+    assert [line.count("2" * 30) for line in lines if line.startswith("│ a    │ y  │")] == [2, 1]
+
+
 def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().progress("work", 4, "steps") as advance:
         for _ in range(4):

@@ -67,8 +67,10 @@ def test_methods_are_named_with_their_bits() -> None:
 def test_the_table() -> None:
     words = ("--method", "commvq-1", "--method", "rtn-4", "--memory", "1GiB")
     done = result("plan", "tiny", "--device", "cpu", *SMALL, *GROUPS, *words)
-    says(done.stdout, "pays from: tokens, against fp16 / ", "method", "cache", "peak", "longest", "batch")
+    texts = "pays from: tokens, against fp16 / ", "method", "cache", "peak", "longest", "batch"
+    says(" ".join(done.stdout.split()), *texts)
     assert "calibrate 512 tokens: disk" in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 WRONG = {

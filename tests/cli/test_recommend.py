@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,25 @@ def test_the_losses_that_are_shipped_are_read(model: str, monkeypatch: pytest.Mo
     assert None not in rows.values()
 
 
+@pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "24GiB"), *((x, "8GiB") for x in TABLES)])
+def test_the_table_has_80_columns_in_a_pipe(model: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one table, with the models of which its losses are in its title."""
+    monkeypatch.setattr(memory, "model_config", MODEL_CONFIG)
+    monkeypatch.setattr(recommend, "LOSSES", SHIPPED)
+    shown = result("recommend", model, "--memory", gpu, "--prompt-tokens", "64K", "--batch", "8").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("┃ method") == 1
+    of = dict(re.findall(r"(\(\d\)) ([\w.-]+\w)", " ".join(shown.split())))
+    cells = [[x.strip() for x in line.split("│")] for line in shown.splitlines() if line.startswith("│")]
+    losses = {
+        name: {x: kl / table["kl"][table["scale"]] for x, kl in table["kl"].items()} for name, table in TABLES.items()
+    }
+    assert all(line[2] == f"{losses[of[line[3]]].get(line[1], 0):.3f}" for line in cells)
+
+
 def test_losses_of_other_models_are_said_to_be_theirs() -> None:
     done = result("recommend", "org/unknown", *SHARED, "--memory", "100GiB")
-    says(done.stdout, "measured on", "large", "0.250")
+    says(" ".join(done.stdout.split()), "losses measured on (1) large, (2) tiny", "0.250")
     says(done.stderr, "nothing was measured on org/unknown", "kivi-2's, measured on large (99 tokens of essays")
     assert names(recommended("--memory", "100GiB", model="org/unknown")) == ["fp16", "kivi-4", "kivi-2", "klt-2"]
 
