@@ -18,7 +18,7 @@ from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.machine import commit
 from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, parse_settings
 from kvcli.commands.paths import model_folder
-from kvcli.commands.sizes import number, parse_size, share, size
+from kvcli.commands.sizes import number, parse_size, size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ConfigError, QualityGateError, UsageError
 from kvcli.eval.suite import Case, TextOptions
@@ -134,12 +134,12 @@ def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case],
             return
         raise
     text = {x: getattr(options, x) for x in ("corpus", "corpus_split", "seq_len", "chunk", "seed")}
-    text |= {"context": tokens, "tokens": texts[1].numel(), "commit": commit()}
+    text |= {"context": tokens, "compressed": best.plan.coverage(tokens)}
+    text |= {"tokens": texts[1].numel(), "commit": commit()}
     if output.ranks.rank == 0:
         best.recipe(loaded, text).save(path)
     rows = [trial.to_dict(best) for trial in sorted(trials, key=lambda x: x.memory.cache_bytes)]
-    whole = best.memory.whole_ratio
-    of_layers = f" in {loaded.spec.coverage}, whole cache {share(whole)}" if loaded.spec.other_layers else ""
+    of_layers = f" in {best.plan.coverage(tokens)}" if loaded.spec.other_layers else ""
     name = f"{best.case.choice.method} {best.memory.effective_bits:.2f} bits{of_layers}, KL {best.loss:.2g}"
     badge = f"![KV cache: {name}](https://img.shields.io/badge/KV_cache-{quote(name.replace('-', '--'))}-blue)"
     if " by layer" not in best.case.label:

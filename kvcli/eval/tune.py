@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +30,7 @@ from kvcli.eval.suite import Case
 from kvcli.methods.config import EXACT, CacheConfig
 from kvcli.models.load import LoadedModel
 from kvcli.plan.cache import CachePlan
+from kvcli.plan.memory import other_bytes_of
 from kvcli.progress import Reporter
 from kvcli.registry import get_config
 from kvcli.seam.probe import probe
@@ -123,11 +125,15 @@ class Objective:
     _tried: set[str] = field(default_factory=set)
     _reports: dict[bool, Any] = field(default_factory=dict)
 
+    @cached_property
+    def other_bytes(self) -> Callable[[int], int] | None:
+        return other_bytes_of(self.loaded)
+
     def plan(self, case: Case) -> CachePlan:
         """The caches of a method on a model in 16 bits; errors as those of `kvcli.attach`."""
         choice, spec = case.choice, self.loaded.spec
         config, codecs = choice.codecs(spec, lambda: probe(self.loaded.model), lambda: self.loaded.fingerprint)
-        return CachePlan.of_codecs(spec, choice.record, config, codecs, torch.float16)
+        return CachePlan.of_codecs(spec, choice.record, config, codecs, torch.float16, other_bytes=self.other_bytes)
 
     def measure(self, case: Case, *, held_out: bool = True) -> Trial:
         plan, text, folder = self.plan(case), self.texts[held_out], case.choice.folder

@@ -6,7 +6,7 @@ are taken to be equally long and without padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,7 @@ from kvcli.cache.counts import TokenCounts
 from kvcli.cache.layer import grown_capacity
 from kvcli.cache.record import Counts
 from kvcli.cache.sequences import positions_capacity
+from kvcli.commands.sizes import share
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -57,8 +58,7 @@ class CachePlan:
     Attributes:
         dtype: of the model.
         fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
-        windows: most tokens that each layer with a sliding window keeps, in a cache of transformers' own.
-        states: bytes that all layers keep of a sequence, whatever its length.
+        other_bytes: bytes that layers without codes keep of a sequence of so many tokens; None: not known.
     """
 
     spec: ModelSpec
@@ -67,8 +67,7 @@ class CachePlan:
     layers: tuple[LayerBytes, ...]
     dtype: torch.dtype
     fused: bool = False
-    windows: tuple[tuple[int, int], ...] = ()
-    states: int = 0
+    other_bytes: Callable[[int], int] | None = None
 
     @classmethod
     def of_codecs(
@@ -81,8 +80,7 @@ class CachePlan:
         *,
         key_bias: bool = False,
         fused: bool = False,
-        windows: tuple[tuple[int, int], ...] = (),
-        states: int = 0,
+        other_bytes: Callable[[int], int] | None = None,
     ) -> CachePlan:
         """From codecs, one per layer, fitted or not; some methods store a bias of keys (`key_bias`) apart."""
         apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
@@ -107,7 +105,7 @@ class CachePlan:
                     + (4 * codec.key.spec.kv_dim if apart and codec.key_offset is None else 0),
                 )
             layers.append(known[same])
-        return cls(spec, method, config, tuple(layers), dtype, fused, windows, states)
+        return cls(spec, method, config, tuple(layers), dtype, fused, other_bytes)
 
     def memory(
         self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
@@ -141,6 +139,13 @@ class CachePlan:
             for x in self.layers
         ]
 
+    def coverage(self, tokens: int) -> str:
+        """How many layers are compressed, and what the whole cache of a sequence shrinks by where that is known."""
+        if self.spec.other_layers and self.other_bytes is None:
+            return self.spec.coverage
+        ratio = self.memory(tokens).whole_ratio
+        return f"{self.spec.coverage}, whole cache {share(ratio)} of 16 bits at {tokens} tokens"
+
     def pays_from(self) -> int | None:
         """Tokens of a sequence from which on its cache is smaller than they are in 16 bits; None: it never is."""
 
@@ -165,7 +170,6 @@ class CachePlan:
         state = sum(x.state for x in self.layers) if tokens else 0
         positions = tokens + 4 * buffers.positions
         windows = counts.layout.capacity * token_bytes if tokens else 0
-        others = size * sum(width * min(tokens, window) for window, width in self.windows)
         return MemoryReport(
             num_tokens=batch * tokens,
             num_encoded=batch * coded,
@@ -182,7 +186,7 @@ class CachePlan:
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,
-            other_bytes=batch * (others + self.states) if tokens else 0,
+            other_bytes=batch * self.other_bytes(tokens) if tokens and self.other_bytes else 0,
         )
 
     def _code_bytes(self, key_tokens: int, value_tokens: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from kvcli.methods.per_layer import build_codecs
 from kvcli.methods.samples import LayerFisher
 from kvcli.models.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.models.checkpoint import attention_implementation
-from kvcli.models.load import find_config
+from kvcli.models.load import LoadedModel, find_config
 from kvcli.models.shapes import SHAPES, naming_shapes, shape_config
 from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
@@ -136,6 +136,11 @@ class PlannedModel:
             return None
         return own_bytes(others)
 
+    def other_bytes(self, tokens: int) -> int:
+        """Bytes that layers of other kinds keep of a sequence, without states of which nothing is known."""
+        windows = sum(width * min(tokens, most) for most, width in self.windows)
+        return windows * self.dtype.itemsize + (self.state_bytes or 0)
+
     @cached_property
     def token_bytes(self) -> int:
         """Upper bound of what a layer's pass allocates per token: its MLP or experts, or attention and encoding."""
@@ -190,6 +195,12 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
     return total
 
 
+def other_bytes_of(loaded: LoadedModel) -> Callable[[int], int] | None:
+    """Bytes that layers of other kinds keep of so many tokens, in 16 bits; None: there are none, or it is not known."""
+    planned = PlannedModel(loaded.name, loaded.model.config, torch.float16, torch.device("cpu"))
+    return planned.other_bytes if loaded.spec.other_layers and planned.state_bytes is not None else None
+
+
 @dataclass(frozen=True)
 class MethodPlan:
     """Memory and disk of a method on a model.
@@ -222,8 +233,7 @@ class MethodPlan:
     def cache(self) -> CachePlan:
         """Its caches."""
         model = self.planned
-        shared: dict[str, Any] = {"key_bias": model.key_bias, "fused": self.fused, "windows": tuple(model.windows)}
-        shared["states"] = model.state_bytes or 0
+        shared: dict[str, Any] = {"key_bias": model.key_bias, "fused": self.fused, "other_bytes": model.other_bytes}
         return CachePlan.of_codecs(model.spec, self.method, self.config, self.codecs, model.dtype, **shared)
 
     @cached_property

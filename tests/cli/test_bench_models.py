@@ -21,6 +21,8 @@ GROUPS = ("--setting", "group_size=8", "--setting", "residual_length=8", "--meth
 PROMPT = ("bench", "--suite", "generate", *GROUPS, "--prompt-tokens", "40")
 GENERATE = (*PROMPT, "--max-new-tokens", "3")
 TINY = ("--random-weights", "tiny")
+STATES = 3 * (4 * 128 * 2 + 4 * 16 * 16 * 4)
+"""Bytes of 3 linear layers of qwen3_5_text: 4 tokens of a convolution in 16 bits, states of 4 heads in float32."""
 
 
 def records(suite: str) -> list[Any]:
@@ -148,10 +150,15 @@ def test_the_planned_size_of_a_context_counts_states_of_other_layers(hybrid: Pat
     assert plan["methods"][-1]["context_bytes"] == pytest.approx(context["file_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize("hybrid", ["gemma3_text"], indirect=True)
+@pytest.mark.parametrize("hybrid", ["qwen3_5_text"], indirect=True)
 def test_the_line_for_a_card_counts_the_caches_of_all_layers(hybrid: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("word " * 600)
     text = ("--corpus", str(tmp_path / "text.txt"), "--seq-len", "64", "--num-sequences", "8", "--context", "512")
     words = ("--method", "kivi", "--setting", "group_size=8", "--residual-length", "8", "--max-bits", "16")
     found = result("tune", str(hybrid), *text, *words, "--json", "--out", str(tmp_path / "r.yaml"))
-    assert "in 2 of 4 layers, whole cache 1/" in unquote(found["badge"])
+    best = next(row for row in found["rows"] if row["label"] == found["best"])
+    fp16 = 512 * 2 * 2 * 16 * 2  # keys and values of 2 heads of 16 channels, in 16 bits
+    whole = (fp16 + STATES) / (best["cache_bytes"] + STATES)
+    said = f"1 of 4 layers, whole cache 1/{whole:.2f} of 16 bits at 512 tokens"
+    assert f" bits in {said}, KL " in unquote(found["badge"])
+    assert result("inspect", str(tmp_path / "r.yaml"), "--json")["measured"]["compressed"] == said
