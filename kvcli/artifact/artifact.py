@@ -149,11 +149,11 @@ class Artifact:
                 if Metadata.read(folder / METADATA).values == metadata.values:
                     raise
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+    def save(self, folder: str | Path, *, overwrite: bool = False, about: Mapping[str, Any] | None = None) -> None:
         """Writes the artifact; kvcli.json, which makes it one, appears when the rest was read back and verified.
 
         Whenever the process ends, the folder holds the artifact that was there or the new one. Files of other names
-        stay. A link to a folder is followed.
+        stay. A link to a folder is followed. `about` is for the model card, see `model_card`.
 
         Raises:
             ArtifactError: the folder has files but is not an artifact, is one while `overwrite` is off, or is used by
@@ -171,18 +171,18 @@ class Artifact:
                     raise ArtifactError(f"{wrong}; choose another --out")
                 for name in _TEMPORARY:
                     (folder / name).unlink(missing_ok=True)
-                self._write(folder)
+                self._write(folder, about or {})
             finally:
                 if created:
                     with suppress(OSError):  # what is not empty stays
                         folder.rmdir()
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, about: Mapping[str, Any]) -> None:
         with replacing(folder / WEIGHTS) as temporary:
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, temporary)
             metadata = {**self.metadata, "files": {WEIGHTS: file_record(temporary)}}
             self._check_written(folder, Artifact(metadata, _read_tensors(temporary)))
-            card = model_card(metadata)
+            card = model_card(metadata, about)
             try:
                 record = Metadata.read(folder / METADATA).files[WEIGHTS]
             except ArtifactError:

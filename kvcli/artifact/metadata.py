@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from kvcli._version import __version__
+from kvcli.commands.paths import model_folder
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.methods.config import CacheConfig
-from kvcli.registry import get_method
+from kvcli.registry import get_method, method_name
 from kvcli.spec import ModelSpec
 from kvcli.storage.manifest import Sealed
 
@@ -105,11 +107,18 @@ def front_matter(model: str, *tags: str) -> str:
     return f"---\nlibrary_name: kvcli\n{base}tags: [{', '.join(('kv-cache', *tags))}]\n---"
 
 
-def model_card(metadata: Mapping[str, Any]) -> str:
-    """The README.md of an artifact."""
+def model_card(metadata: Mapping[str, Any], about: Mapping[str, Any], place: str = "OWNER/NAME", loss: str = "") -> str:
+    """The README.md of an artifact that is pulled from a place; `loss` is what is known of it.
+
+    Without `about`, which `kvcli.report.facts.of_artifact` gives, true bits and the whole cache are not told.
+    """
     config, provenance, method = metadata["config"], metadata["provenance"], get_method(metadata["method"])
     spec = ModelSpec.from_dict(metadata["spec"])
     key_bits, value_bits = method.nominal_bits(spec, method.config_cls(**config))
+    bits, name = about.get("bits"), method_name(metadata["method"], config)
+    use = ["kvcli", "generate", metadata["model"], "--artifact", str(model_folder(metadata["model"], name))]
+    known = f"| true bits per value | keys {bits['keys']:.2f}, values {bits['values']:.2f} |\n" if bits else ""
+    known += f"| loss | {loss} |\n" if loss else ""
     measured = "".join(
         f"| {label} (mean) | {sum(value for value, _ in values) / len(values):.4g} |\n"
         for name, label in method.fit_metrics.items()
@@ -121,18 +130,20 @@ def model_card(metadata: Mapping[str, Any]) -> str:
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
     return f"""{front_matter(metadata["model"], "quantization", metadata["method"])}
-# {metadata["method"]} KV cache codec for {metadata["model"]}
+# {name} KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model
 only (shapes and a sample of its weights are compared when the artifact is attached).
 
 ```bash
-kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --prompt "The water cycle is"
+{shlex.join(["kvcli", "pull", place])}
+{shlex.join([*use, "--prompt", "The water cycle is"])}
 ```
 
 | | |
 |---|---|
-| compressed | {spec.coverage} |
+| compressed | {about.get("compressed", spec.coverage)} |
+{known}| size of {WEIGHTS} | {metadata["files"][WEIGHTS]["bytes"]:,} bytes |
 | nominal bits per value | keys {key_bits:.2f}, values {value_bits:.2f} |
 | calibration text | {origin} |
 | tokens | {provenance.get("num_tokens", "?")} |

@@ -72,6 +72,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
     from kvcli.calibrate.config import CollectConfig, Shard
     from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, beginning, check_source, documents, token_sequences
+    from kvcli.report.facts import full_attention, other_layers
 
     check_model_name(options.model)
     shard = None if options.shard is None else Shard.parse(options.shard)
@@ -113,7 +114,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
             f"{sequences.numel()} tokens, {len(config.windows(loaded.spec))} layer window(s): {size(needed)} of disk "
             f"({size(free)} free)"
         )
-        provenance: dict[str, Any] = {"corpus": corpus.provenance()}
+        provenance: dict[str, Any] = {"corpus": corpus.provenance(), **other_layers(loaded)}
         if begins_with := beginning(loaded.tokenizer):
             provenance["begins_with"] = begins_with
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
@@ -130,7 +131,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
                 advance=advance,
                 say=output.say,
             )
-    output.say(f"recorded {loaded.spec.coverage}, those that attend to the whole context")
+    output.say(f"recorded {full_attention(loaded.spec, provenance)}")
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
     counts = {"num_tokens": len(config.sequences(shard)) * config.seq_len, "layers": loaded.spec.num_layers}

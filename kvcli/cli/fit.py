@@ -148,6 +148,7 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
     """
     from kvcli.artifact.artifact import Artifact
     from kvcli.artifact.fit import assemble
+    from kvcli.report.facts import of_artifact
 
     artifact = assemble(runs)
     folder = out or model_folder(artifact.metadata["model"], runs[0].name)
@@ -155,7 +156,7 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
     if reused:
         output.say(f"{folder} holds this artifact already")
     else:
-        artifact.save(folder, overwrite=overwrite)
+        artifact.save(folder, overwrite=overwrite, about=of_artifact(artifact))
         output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
     return {"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}
 

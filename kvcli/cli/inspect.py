@@ -21,7 +21,7 @@ from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD
 
 _SHOWN = 48
-"""Characters of a value that are shown; --json has all."""
+"""Characters of a value that are shown, but for texts of several words; --json has all."""
 
 _NAMED = 6
 """Rows of one file alone that `diff` names; --json has all."""
@@ -83,7 +83,8 @@ def text_of(value: Any, group: str = "") -> str:
     if group == "bytes":
         return size(value)
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    whole = len(text) <= _SHOWN or (isinstance(value, str) and " " in value)
+    return text if whole else f"{text[:_SHOWN]}..."
 
 
 def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:

@@ -6,22 +6,26 @@ SHA256SUMS lists the files, as `sha256sum` checks it, but not the card; its own 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.cli.command import Command
 from kvcli.cli.fit import generate_with
 from kvcli.cli.inspect import shown
 from kvcli.cli.output import Output
+from kvcli.cli.recommend import LOSSES
 from kvcli.commands.options import Options
-from kvcli.commands.paths import model_folder
+from kvcli.commands.paths import artifact_record, model_folder
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.registry import DEFAULT_METHOD
@@ -73,8 +77,9 @@ def push(options: PushOptions, output: Output) -> None:
     if kind == "artifact":
         named = {name: path / name for name in (WEIGHTS, METADATA)}
     about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
-    text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n{about}"
-    card = path / CARD if kind == "artifact" else text.encode()
+    commands = "".join(f"{shlex.join(x)}\n" for x in (["kvcli", "pull", place], _use(kind, [*named])))
+    text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n\n```bash\n{commands}```\n{about}"
+    card = (_artifact_card(path, facts, place, output) if kind == "artifact" else text).encode()
     sums = "".join(f"{file_record(file)['sha256']}  {name}\n" for name, file in named.items()).encode()
     files: dict[str, Path | bytes] = {**named, SUMS: sums}
     if folder is not None:
@@ -127,11 +132,38 @@ def pull(options: PullOptions, output: Output) -> None:
             _write(path, folder / name)
     told = str(folder if kind == "artifact" or several else folder / name)
     record = {"place": place, "sha256": digest, "kind": kind, "path": told}
-    if several:
-        output.result(record, told, ["kvcli", "contexts", "import", *(folder / name for name in files)])
-        return
-    follow = ["kvcli", "generate", "--recipe", told] if kind == "recipe" else generate_with(told)
-    output.result(record, told, follow or ["kvcli", "inspect", told])
+    output.result(record, told, generate_with(told) or _use(kind, [str(folder / name) for name in files]))
+
+
+def _use(kind: str, files: list[str]) -> list[str]:
+    """The command that uses shared files that are no artifact."""
+    several = ["kvcli", "contexts", "import"] if len(files) > 1 else ["kvcli", "inspect"]
+    return [*(["kvcli", "generate", "--recipe"] if kind == "recipe" else several), *files]
+
+
+def _artifact_card(artifact: Path, facts: dict[str, Any], place: str, output: Output) -> str:
+    """The card of an artifact at a place, with what is known of its loss, unless somebody wrote another one."""
+    from kvcli.artifact.metadata import model_card
+
+    metadata, card = artifact_record(artifact), artifact / CARD
+    if card.exists() and (text := card.read_text()) not in (model_card(metadata, {}), model_card(metadata, facts)):
+        output.say(f"{card}, which was edited or is of another kvcli, is pushed as it is; without it one is made")
+        return text
+    return model_card(metadata, facts, place, _known_loss(artifact, metadata["model"], facts["method"]))
+
+
+def _known_loss(artifact: Path, model: str, method: str) -> str:
+    """What `kvcli tune` measured of an artifact, else what is known of its method on the model; empty: nothing is."""
+    to = "nats per token to the uncompressed model"
+    with suppress(KvcliError):
+        measured, of = (recipe := Recipe.read(artifact.parent / "recipe.yaml")).measured, recipe.artifact_sha256
+        if of == artifact_sha256(artifact) and isinstance(measured.get("kl_mean"), float):
+            return f"KL {measured['kl_mean']:.2g} {to}, {measured.get('tokens')} tokens of {measured.get('corpus')}"
+    for x in json.loads(LOSSES.read_text()):
+        if x["model"] == model and method in x["kl"]:
+            text = f"{x['tokens']} tokens of {x['text']}, {x['window']} in full precision"
+            return f"not measured; in kvcli's records {method} has KL {x['kl'][method]:.2g} {to}, {text}"
+    return ""
 
 
 def _contexts_in(folder: Path) -> list[Path]:

@@ -6,15 +6,21 @@ Nothing is computed that needs the model, and nothing is guessed: what was not r
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import UsageError
+from kvcli.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvcli.artifact.artifact import Artifact
+    from kvcli.models.load import LoadedModel
 
 INDEX = "index.sqlite"
-_CONTEXT = 32768
-"""Tokens of a cache whose bits are told with window and positions."""
+CONTEXT = 32768
+"""Tokens of a cache whose bits are told with window and positions, and whose other layers' bytes are recorded."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -27,7 +33,9 @@ def describe(path: Path) -> dict[str, Any]:
         KvcliError: it is damaged or of another version.
     """
     if (path / "kvcli.json").exists():
-        return {"kind": "artifact", "path": str(path), **_artifact(path)}
+        from kvcli.artifact.artifact import Artifact  # imports torch
+
+        return {"kind": "artifact", "path": str(path), **of_artifact(Artifact.load(path))}
     if (path / "samples.json").exists():
         return {"kind": "recording", "path": str(path), **_recording(path)}
     if (path.parent / INDEX).exists() and not path.exists():
@@ -55,18 +63,18 @@ def describe(path: Path) -> dict[str, Any]:
         raise UsageError(f"{error}, and is no artifact, recording, context or recipe (.yaml)") from error
 
 
-def _artifact(folder: Path) -> dict[str, Any]:
-    """Facts of an artifact, which is read in full and verified."""
+def of_artifact(artifact: Artifact) -> dict[str, Any]:
+    """Facts of an artifact."""
     import torch
 
-    from kvcli.artifact.artifact import Artifact
     from kvcli.artifact.metadata import metric_values
     from kvcli.plan.cache import CachePlan
     from kvcli.registry import get_method, method_name
 
-    artifact = Artifact.load(folder)
     metadata, method, config = artifact.metadata, get_method(artifact.method), artifact.config
-    plan = CachePlan.of_codecs(artifact.spec, method, config, artifact.build_codecs(config), torch.float16)
+    others, codecs = _other_bytes(metadata["provenance"]), artifact.build_codecs(config)
+    whole = None if others is None else lambda tokens: others
+    plan = CachePlan.of_codecs(artifact.spec, method, config, codecs, torch.float16, other_bytes=whole)
     by_layer, parts, books = plan.layer_bits(), Counter[str](), Counter[str]()
     for name, x in artifact.tensors.items():
         parts[buffer := name.split(".", 2)[2]] += x.nbytes
@@ -78,13 +86,13 @@ def _artifact(folder: Path) -> dict[str, Any]:
     if books:
         books.update({label: int(sum(x for x, _ in values)) for label, values in dead.items() if values})
     keys, values = (fmean(bits) for bits in zip(*by_layer, strict=True))
-    memory = plan.memory(_CONTEXT)
+    memory = plan.memory(CONTEXT)
     return {
         "method": method_name(artifact.method, metadata["config"]),
-        "compressed": artifact.spec.coverage,
+        "compressed": plan.coverage(CONTEXT),
         "bits": {
             **{"keys": keys, "values": values, "mean": (keys + values) / 2, "nominal": list(memory.nominal_bits)},
-            f"all of {_CONTEXT} tokens": memory.effective_bits,
+            f"all of {CONTEXT} tokens": memory.effective_bits,
         },
         "bytes": {**parts, "all": artifact.nbytes, "state of a sequence": sum(x.state for x in plan.layers)},
         **({"codebooks": {**books, "how often each row is used": "not recorded"}} if books else {}),
@@ -113,6 +121,7 @@ def _recording(folder: Path) -> dict[str, Any]:
     spec, queries = manifest.spec, manifest.query_sequences * manifest.seq_len
     return {
         "state": "finished" if manifest.complete else "not finished: the same 'kvcli calibrate' goes on",
+        "recorded": full_attention(spec, manifest.provenance),
         "shard": None if manifest.shard is None else "/".join(map(str, manifest.shard)),
         "tokens": {
             **{"keys and values": manifest.num_tokens, "queries": queries},
@@ -190,6 +199,29 @@ def _records(path: Path) -> dict[str, Any]:
         ],
         "warnings": lost,
     }
+
+
+def full_attention(spec: ModelSpec, provenance: Mapping[str, Any]) -> str:
+    """Which layers can be compressed, and, where others were recorded, how much of an uncompressed cache is theirs."""
+    others, theirs = _other_bytes(provenance), CONTEXT * spec.fp16_bytes_per_token()
+    text = f"{spec.coverage}, those that attend to the whole context"
+    of = f"of an uncompressed cache of {CONTEXT} tokens"
+    return text if others is None else f"{text}, with {100 * theirs / (theirs + others):.0f} % {of}"
+
+
+def other_layers(loaded: LoadedModel) -> dict[str, Any]:
+    """What calibration records of layers that are not compressed: bytes of `CONTEXT` tokens in 16 bits, where known."""
+    from kvcli.plan.memory import other_bytes_of
+
+    others = other_bytes_of(loaded)
+    return {} if others is None else {"other_layers": {"tokens": CONTEXT, "bytes": others(CONTEXT)}}
+
+
+def _other_bytes(provenance: Mapping[str, Any]) -> int | None:
+    """What `other_layers` recorded; None: it is not known."""
+    record = provenance.get("other_layers")
+    found = record.get("bytes") if isinstance(record, dict) and record.get("tokens") == CONTEXT else None
+    return found if type(found) is int and found >= 0 else None
 
 
 def sparkline(values: list[float]) -> str:

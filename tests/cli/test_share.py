@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import socket
 import subprocess
@@ -50,7 +51,14 @@ def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, h
     assert hub.private == {REPO: True}
     assert place == f"{REPO}@{commit}"
     assert digest == hashlib.sha256(files["SHA256SUMS"]).hexdigest()
-    assert files["README.md"] == (artifact / "README.md").read_bytes()
+    card, local = files["README.md"].decode(), (artifact / "README.md").read_text()
+    assert "kvcli pull OWNER/NAME\nkvcli generate tiny --artifact runs/tiny/commvq-2 --prompt" in local
+    facts = result("inspect", str(artifact), "--json")
+    says(card, f"kvcli pull {REPO}\nkvcli generate tiny --artifact runs/tiny/commvq-2 --prompt")
+    says(card, "| true bits per value | keys {keys:.2f}, values {values:.2f} |\n".format(**facts["bits"]))
+    says(card, f"| size of codec.safetensors | {(artifact / 'codec.safetensors').stat().st_size:,} bytes |\n")
+    says(card, f"| compressed | {facts['compressed']} |\n")
+    assert "loss" not in card
     assert files.keys() == {*NAMES, "README.md", "SHA256SUMS"}
     done = result("pull", place, "--sha256", digest)
     folder = Path("runs/tiny/commvq-2")
@@ -59,6 +67,44 @@ def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, h
     assert same_files(artifact, folder, *NAMES)
     assert Artifact.load(folder).same_content(Artifact.load(artifact))
     assert pull(place) == folder  # again: nothing to do
+
+
+def test_a_card_tells_a_loss_that_was_measured_and_says_of_what(
+    artifact: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe's, of this very artifact; else the method's on this model in kvcli's own records; else none."""
+
+    def card(name: str) -> str:
+        Path(name).mkdir()
+        push(artifact, name)
+        return Path(name, "README.md").read_text()
+
+    made = json.loads((artifact / "kvcli.json").read_text())
+    tables = [{"model": x, "text": "essays", "tokens": 99, "window": "w", "kl": {"commvq-2": 0.0123}} for x in "ab"]
+    Path("losses.json").write_text(json.dumps(tables))
+    monkeypatch.setattr(share, "LOSSES", Path("losses.json"))
+    assert "| loss |" not in card("none")
+    Path("losses.json").write_text(json.dumps([{**tables[0], "model": made["model"]}]))
+    known = "KL 0.012 nats per token to the uncompressed model, 99 tokens of essays, w in full precision"
+    says(card("method"), f"| loss | not measured; in kvcli's records commvq-2 has {known} |\n")
+    measured = {"kl_mean": 0.0393, "tokens": 512, "corpus": "mine.txt"}
+    for seal, loss in (("0" * 64, "not measured"), (made["sha256"], "KL 0.039 nats per token to")):
+        recipe = Recipe(model="tiny", fingerprint=tiny.fingerprint, method="commvq", artifact=str(artifact))
+        recipe = recipe.model_copy(update={"artifact_sha256": seal, "measured": measured})
+        recipe.save(artifact.parent / "recipe.yaml")
+        says(card(seal[:3]), f"| loss | {loss}")
+    says(Path(seal[:3], "README.md").read_text(), "the uncompressed model, 512 tokens of mine.txt |\n")
+
+
+def test_a_card_that_was_edited_is_pushed_as_it_is(artifact: Path) -> None:
+    (artifact / "README.md").write_text("Mine.\n")
+    for name in ("first", "second"):
+        Path(name).mkdir()
+    says(result("push", str(artifact), "first").stderr, "README.md, which was edited or is of another kvcli, is pushed")
+    assert Path("first/README.md").read_text() == "Mine.\n"
+    (artifact / "README.md").unlink()
+    push(artifact, "second")
+    says(Path("second/README.md").read_text(), "kvcli pull second\n")
 
 
 def test_a_commit_pins_what_a_later_push_changes(artifact: Path, hub: Hub) -> None:
@@ -83,6 +129,7 @@ def test_a_context_has_a_card_and_is_continued(tiny: Any, hub: Hub) -> None:
     assert hub.private == {"me/book": False}
     card = hub.found("me/book", "main")[1]["README.md"].decode()  # type: ignore[index]
     assert card.startswith("---\nlibrary_name: kvcli\ntags: [kv-cache, context]\n---\n")
+    says(card, "```bash\nkvcli pull me/book\nkvcli inspect c.safetensors\n```\n")
     assert pull(place, "--sha256", digest, "--out", "got") == Path("got/c.safetensors")
     assert same_files(Path(), Path("got"), "c.safetensors")
     generated = result("generate", "--context", "got/c.safetensors", "--prompt", " and", *SHORT)
@@ -99,6 +146,7 @@ def test_a_recipe_has_a_card_with_its_loss_and_is_followed(tiny: Any, hub: Hub) 
     card = hub.found("me/recipe", "main")[1]["README.md"].decode()  # type: ignore[index]
     assert card.startswith("---\nlibrary_name: kvcli\nbase_model: org/tiny\ntags: [kv-cache, recipe]\n---\n")
     says(card, "| measured | commit | not recorded |", "|  | kl_mean | 0.0393 |", "| k_bits | █▃▁ | 2.333 | 1 | 4 |")
+    says(card, "```bash\nkvcli pull me/recipe\nkvcli generate --recipe r.yaml\n```\n")
     done = result("pull", place, "--sha256", digest, "--out", "got")
     assert "next: kvcli generate --recipe got/r.yaml" in done.stderr
     assert Recipe.read("got/r.yaml") == recipe
