@@ -23,7 +23,7 @@ from kvcli.cli.command import Command
 from kvcli.cli.fit import generate_with
 from kvcli.cli.inspect import shown
 from kvcli.cli.output import Output
-from kvcli.cli.recommend import LOSSES
+from kvcli.cli.plan import LOSSES
 from kvcli.commands.options import Options
 from kvcli.commands.paths import artifact_record, model_folder
 from kvcli.commands.tables import DataTable

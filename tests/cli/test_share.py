@@ -51,13 +51,12 @@ def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, h
     assert hub.private == {REPO: True}
     assert place == f"{REPO}@{commit}"
     assert digest == hashlib.sha256(files["SHA256SUMS"]).hexdigest()
-    card, local = files["README.md"].decode(), (artifact / "README.md").read_text()
-    assert "kvcli pull OWNER/NAME\nkvcli generate tiny --artifact runs/tiny/commvq-2 --prompt" in local
-    facts = result("inspect", str(artifact), "--json")
-    says(card, f"kvcli pull {REPO}\nkvcli generate tiny --artifact runs/tiny/commvq-2 --prompt")
-    says(card, "| true bits per value | keys {keys:.2f}, values {values:.2f} |\n".format(**facts["bits"]))
-    says(card, f"| size of codec.safetensors | {(artifact / 'codec.safetensors').stat().st_size:,} bytes |\n")
-    says(card, f"| compressed | {facts['compressed']} |\n")
+    facts, own = result("inspect", str(artifact), "--json"), (artifact / "README.md").read_text()
+    use, card = "kvcli generate tiny --artifact runs/tiny/commvq-2 --prompt", files["README.md"].decode()
+    says(own, f"kvcli pull OWNER/NAME\n{use}")
+    size = f"| size of codec.safetensors | {(artifact / NAMES[0]).stat().st_size:,} bytes |\n"
+    bits = "| true bits per value | keys {keys:.2f}, values {values:.2f} |\n".format(**facts["bits"])
+    says(card, f"kvcli pull {REPO}\n{use}", bits, size, f"| compressed | {facts['compressed']} |\n")
     assert "loss" not in card
     assert files.keys() == {*NAMES, "README.md", "SHA256SUMS"}
     done = result("pull", place, "--sha256", digest)
@@ -69,47 +68,28 @@ def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, h
     assert pull(place) == folder  # again: nothing to do
 
 
-def test_a_card_tells_a_loss_that_was_measured_and_says_of_what(
-    artifact: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A recipe's, of this very artifact; else the method's on this model in kvcli's own records; else none."""
-
-    def card(name: str) -> str:
-        Path(name).mkdir()
-        push(artifact, name)
-        return Path(name, "README.md").read_text()
-
-    made = json.loads((artifact / "kvcli.json").read_text())
-    tables = [{"model": x, "text": "essays", "tokens": 99, "window": "w", "kl": {"commvq-2": 0.0123}} for x in "ab"]
-    Path("losses.json").write_text(json.dumps(tables))
+@pytest.mark.parametrize("known", ["of the artifact", "of the method", ""])
+def test_a_card_tells_a_loss_that_was_measured(artifact: Path, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, seal = "nats per token to the uncompressed model", json.loads((artifact / "kvcli.json").read_text())["sha256"]
+    table = {"model": "tiny" if known else "other", "text": "essays", "tokens": 99, "window": "w"}
+    Path("losses.json").write_text(json.dumps([{**table, "kl": {"commvq-2": 0.0123}}]))
     monkeypatch.setattr(share, "LOSSES", Path("losses.json"))
-    assert "| loss |" not in card("none")
-    Path("losses.json").write_text(json.dumps([{**tables[0], "model": made["model"]}]))
-    known = "KL 0.012 nats per token to the uncompressed model, 99 tokens of essays, w in full precision"
-    says(card("method"), f"| loss | not measured; in kvcli's records commvq-2 has {known} |\n")
     measured = {"kl_mean": 0.0393, "tokens": 512, "corpus": "mine.txt"}
-    for seal, loss in (("0" * 64, "not measured"), (made["sha256"], "KL 0.039 nats per token to")):
-        recipe = Recipe(model="tiny", fingerprint=tiny.fingerprint, method="commvq", artifact=str(artifact))
-        recipe = recipe.model_copy(update={"artifact_sha256": seal, "measured": measured})
-        recipe.save(artifact.parent / "recipe.yaml")
-        says(card(seal[:3]), f"| loss | {loss}")
-    says(Path(seal[:3], "README.md").read_text(), "the uncompressed model, 512 tokens of mine.txt |\n")
-
-
-def test_a_card_that_was_edited_is_pushed_as_it_is(artifact: Path) -> None:
-    (artifact / "README.md").write_text("Mine.\n")
-    for name in ("first", "second"):
-        Path(name).mkdir()
-    says(result("push", str(artifact), "first").stderr, "README.md, which was edited or is of another kvcli, is pushed")
-    assert Path("first/README.md").read_text() == "Mine.\n"
-    (artifact / "README.md").unlink()
-    push(artifact, "second")
-    says(Path("second/README.md").read_text(), "kvcli pull second\n")
+    recipe = Recipe(model="tiny", fingerprint="x", method="commvq", measured=measured, artifact_sha256="0" * 64)
+    recipe = recipe.model_copy(update={"artifact_sha256": seal} if known == "of the artifact" else {})
+    recipe.save(artifact.parent / "recipe.yaml")
+    Path("shared").mkdir()
+    push(artifact, "shared")
+    said = {"of the artifact": f"KL 0.039 {of}, 512 tokens of mine.txt"}
+    text = f"KL 0.012 {of}, 99 tokens of essays, w in full precision"
+    said["of the method"] = f"not measured; in kvcli's records commvq-2 has {text}"
+    lines = [line for line in Path("shared/README.md").read_text().splitlines() if "loss" in line]
+    assert lines == ([f"| loss | {said[known]} |"] if known else [])
 
 
 def test_a_commit_pins_what_a_later_push_changes(artifact: Path, hub: Hub) -> None:
-    (first, digest), edited = push(artifact), b"---\nlibrary_name: kvcli\n---\nMine.\n"
-    hub.commits[REPO][first.split("@")[1]]["README.md"] = edited
+    (artifact / "README.md").write_bytes(edited := b"---\nlibrary_name: kvcli\n---\nMine.\n")
+    first, digest = push(artifact)
     other = artifact.parent / "other"
     shutil.copytree(artifact, other)
     metadata = Artifact.load(artifact)
