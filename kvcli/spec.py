@@ -175,8 +175,8 @@ class ModelSpec:
                 have = "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in places.items())
                 raise UnsupportedModelError(f"no layer attends to the whole context with keys and values alone: {have}")
             latent = bool(rank := getattr(config, "kv_lora_rank", None))
-            if getattr(config, "num_kv_shared_layers", None):
-                raise UnsupportedModelError("layers that attend to what another one caches are not compressed")
+            if shared := getattr(config, "num_kv_shared_layers", None):
+                raise UnsupportedModelError(f"{shared} layers attend to what another one caches (num_kv_shared_layers)")
             by_layer = getattr(config, "per_layer_config", None)
             sizes = by_layer[full[0]] if by_layer else config
             num_heads = sizes.num_attention_heads

@@ -296,7 +296,7 @@ class CompressedCache(Cache):
             return
         if slots > self.sequences.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.sequences.slots}")
-        if end is None or end.slots != self.sequences.slots - slots:
+        if (end is None or end.slots != self.sequences.slots - slots) and own_bytes([*self._others.values()]):
             self._check_only_full_attention("tokens cannot be removed")
         self.passes.check_complete()
         emptied = self.sequences.crop(slots)

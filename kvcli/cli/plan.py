@@ -121,7 +121,7 @@ def run(options: PlanOptions, output: Output) -> None:
 def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedModel, list[MethodPlan]]:
     """The model, and what the baseline and methods, or those that kvcli compares, need on it.
 
-    UsageError: no such device, method or setting; ModelError: no such model.
+    UsageError: no such device, method or setting; ModelError: no such model, or one that no method compresses.
     """
     with naming_shapes(options.model):
         if options.model not in SHAPES:
@@ -133,6 +133,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
 
     from kvcli.commands.machine import resident_bytes
     from kvcli.plan.memory import PlannedModel, model_config
+    from kvcli.seam.probe import probe
 
     device_name = None if options.device == AUTO_DEVICE else options.device
     device_name = device_name or ("cuda" if options.memory or torch.cuda.is_available() else "cpu")
@@ -150,6 +151,7 @@ def method_plans(options: CacheOptions, names: Sequence[str]) -> tuple[PlannedMo
     choices = choose(map(MethodChoice, names), settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
+    probe(planned.empty)
     return planned, [_method_plan(planned, choice, fused=fused, program_bytes=program) for choice in choices]
 
 

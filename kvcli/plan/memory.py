@@ -19,6 +19,7 @@ from torch import nn
 from kvcli.cache.compressed import MemoryReport, own_bytes
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
+from kvcli.errors import UnsupportedModelError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -32,6 +33,7 @@ from kvcli.plan.budget import largest
 from kvcli.plan.cache import CachePlan
 from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
+from kvcli.seam.recorder import FAILURES, one_line
 from kvcli.seam.versions import with_cache
 from kvcli.spec import ModelSpec
 
@@ -72,13 +74,21 @@ class PlannedModel:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The model on the `meta` device: shapes without numbers."""
+        """The model on the `meta` device: shapes without numbers.
+
+        UnsupportedModelError: transformers makes none of this config.
+        """
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                deepcopy(self.config), dtype=self.dtype, attn_implementation=attention_implementation(self.config)
-            )
+        try:
+            with torch.device("meta"):
+                model: nn.Module = AutoModelForCausalLM.from_config(
+                    deepcopy(self.config), dtype=self.dtype, attn_implementation=attention_implementation(self.config)
+                )
+        except (*FAILURES, ImportError) as error:
+            raise UnsupportedModelError(f"transformers makes no model of its config ({one_line(error)})") from error
+        # other ways to run experts look at numbers, which are not there
+        getattr(model, "set_experts_implementation", lambda way: None)("batched_mm")
         return model.eval()
 
     @cached_property
@@ -127,8 +137,6 @@ class PlannedModel:
         others = [x for i, x in layers if i not in full and not getattr(x, "sliding_window", None)]
         if not others or any(isinstance(x, DynamicLayer) for x in others):
             return None if others else 0
-        # other ways to run experts look at numbers, which are not there
-        getattr(self.empty, "set_experts_implementation", lambda way: None)("batched_mm")
         try:
             with torch.device("meta"), torch.no_grad():
                 self.empty(torch.zeros(1, 1, dtype=torch.int64), **with_cache(cache))

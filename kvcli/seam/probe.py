@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -62,8 +62,6 @@ def probe(model: nn.Module) -> ModelAttention:
             the layer and the property.
         ModelError: another model with the same config object is attached.
     """
-    if all(weight.is_meta for weight in model.parameters()):
-        return attention_of_config(model)
     attention, implementation = _known.get(model), text_model(model).config._attn_implementation
     if implementation == ATTENTION_NAME:
         if attention is None:
@@ -78,6 +76,9 @@ def probe(model: nn.Module) -> ModelAttention:
     text_config = config.get_text_config(decoder=True)
     try:
         probing = _Probe(model, implementation, text_config)
+        if all(weight.is_meta for weight in model.parameters()):
+            probing.glance()
+            return attention_of_config(model)
         attention = probing.run()
     except NotUnderstood as error:
         kind = text_config.model_type
@@ -114,12 +115,7 @@ class _Probe:
             logits = self._run(tokens, use_cache=False)
             with self._recording():
                 recorded = self._run(tokens, use_cache=False)
-                modules = [call.module for call in self.recorder.calls]
-                if not modules:
-                    raise NotUnderstood("no attention in it goes through transformers' attention interface")
-                for module in modules:
-                    if (count := modules.count(module)) > 1:
-                        raise NotUnderstood(f"{module_name(self.model, module)} attends {count} times in one pass")
+                modules = self._modules()
                 self.trial.check(recorded, logits, "its logits change by {} when its attention is called through us")
                 in_passes = self._check_layers(modules, tokens)
         try:
@@ -128,14 +124,32 @@ class _Probe:
             return replace(self._result(modules), drops_state=True)
         return self._result(modules)
 
+    def glance(self) -> None:
+        """Refuses a model on the `meta` device for what a pass tells without numbers, as far as it gets."""
+        with torch.no_grad(), self._recording(), suppress(RuntimeError):  # where it reads numbers
+            tokens = torch.zeros(1, _FIRST, dtype=torch.int64, device="meta")
+            self._run(tokens, **with_cache(self.own_cache))
+            self._modules()
+
+    def _modules(self) -> list[nn.Module]:
+        """The modules that attended, in their order."""
+        modules = [call.module for call in self.recorder.calls]
+        if not modules:
+            raise NotUnderstood("no attention in it goes through transformers' attention interface")
+        for module in modules:
+            if (count := modules.count(module)) > 1:
+                raise NotUnderstood(f"{module_name(self.model, module)} attends {count} times in one pass")
+        return modules
+
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:
         try:
             output = self.model(input_ids=tokens, **arguments)
-        except torch.OutOfMemoryError:
-            raise
         except FAILURES as error:
+            if isinstance(error, torch.OutOfMemoryError) or (tokens.is_meta and isinstance(error, RuntimeError)):
+                raise
             if ProbeTokens.__name__ in str(error):
-                raise NotUnderstood("a layer attends to what another one caches") from error
+                field = " (num_kv_shared_layers)" if hasattr(self.config, "num_kv_shared_layers") else ""
+                raise NotUnderstood(f"a layer attends to what another one caches{field}") from error
             raise NotUnderstood(f"it cannot run on a few tokens of text ({one_line(error)})") from error
         return output.logits
 

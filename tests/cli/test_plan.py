@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from console import refused, result, says
 from factories import make_model
+from families import tiny_config
 
 from kvcli.registry import parse_method
 
@@ -87,6 +88,22 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
     assert "llama-3.1-8b" in refused("plan", "no-such-model", code=1)
     for words, named in WRONG.items():
         assert named in refused("plan", "tiny", *words.split())
+
+
+UNCOMPRESSED = {
+    "bert": "encoder.layer.0.attention.self is not causal",
+    "deepseek_v32": "no layer attends to the whole context with keys and values alone: indexed_attention in layers 0",
+    "falcon": "no attention in it goes through transformers' attention interface",
+    "gemma4_assistant": "4 layers attend to what another one caches (num_kv_shared_layers)",
+    "minimax": "it cannot run on a few tokens of text (ValueError: MiniMax uses cache of its own",
+    "musicgen": "transformers makes no model of its config (AttributeError: 'MusicgenConfig' object has no",
+}
+
+
+@pytest.mark.parametrize("model_type", UNCOMPRESSED)
+def test_what_cannot_be_compressed_is_not_planned(model_type: str, tmp_path: Path) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    assert UNCOMPRESSED[model_type] in refused("plan", str(tmp_path), code=1)
 
 
 def test_a_quantized_checkpoint_is_planned_as_if_it_were_not(tmp_path: Path) -> None:

@@ -140,20 +140,6 @@ def test_a_config_says_what_we_rotate(
     assert (spec.rope.rope_type != NO_ROPE, spec.unrotated) == (rotates, unrotated)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("deepseek_v32", {}, "indexed_attention"),
-        ("gemma3n_text", {"num_kv_shared_layers": 2}, "what another one caches"),
-    ],
-)
-def test_sizes_are_not_told_of_caches_that_are_not_keys_and_values(
-    family: str, changes: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        ModelSpec.from_config(tiny_config(family, **changes))
-
-
 @settings(max_examples=200, deadline=None)
 @given(n_bits=st.integers(1, 16), count=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_packing_round_trip_without_waste(n_bits: int, count: int, seed: int) -> None:

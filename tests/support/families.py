@@ -17,11 +17,8 @@ _SIZES = {
         (0, "pad_token_id"),
         (1, "n_group topk_group n_shared_experts bos_token_id"),
         (2, "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k linear_num_key_heads eos_token_id"),
-        (
-            4,
-            "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head n_heads num_heads",
-        ),
-        (4, "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (4, "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head n_heads"),
+        (4, "num_heads decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts"),
         (4, "linear_num_value_heads"),
         (8, "mamba_n_heads n_mamba_heads mamba_num_heads"),
         (WINDOW, "sliding_window attention_window_size attention_chunk_size"),
@@ -48,13 +45,18 @@ _LATENT_HYBRID: dict[str, Any] = {**_LATENT, "layer_types": _HYBRID}
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
 _NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 _ROTARY: dict[str, Any] = {"rotary_dim": 8}
+_INDEXER = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
 _SPARSE = {"index_block_size": 4, "index_topk_blocks": 2, "index_head_dim": 16, "index_n_heads": 2}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "v_head_dim": 16}
+_WINDOWED = {f"swa_{name}": size for name, size in {**_HEADS, "head_dim": 40, "qk_nope_head_dim": 24}.items()}
+_TOWER = {"hidden_size": 64, "num_attention_heads": 4, "pyramid_num_routed": [-1, -1, -1, 4]}
+_TOWER |= dict.fromkeys(("adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 64)
 
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "starcoder2", "phi3", "phimoe"), _NO_WINDOW),
     **dict.fromkeys(("ministral", "gemma3_text", "kolibri1", "laguna", "mellum"), _ALTERNATE),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
-    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "hy_v4", "dots3_note_text", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "hy_v4", "longcat_flash"), _LATENT),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _LATENT_HYBRID),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONV),
     **dict.fromkeys(("codegen", "gptj"), _ROTARY),
@@ -76,6 +78,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": 2, "L_cycles": 1, "H_cycles": 1, "num_hidden_layers": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "dots3_note": {"text_config": {"hidden_size": 64}, "vision_config": _TOWER, "audio_config": _TOWER},
+    "dots3_note_text": {**_LATENT, "use_dsa": False, **_WINDOWED},
+    "qwen4_exp_text": dict(zip(_INDEXER, (2, 1, 16, 8, 4), strict=True)),
+    "reformer": {"is_decoder": True, "axial_pos_shape": (8, 64), "axial_pos_embds_dim": (16, 48)},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16, "mamba_ngroups": 1},
@@ -93,16 +100,17 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def _tiny(config_class: Any, changes: dict[str, Any]) -> Any:
-    usual = vars(config_class())
+    own = CHANGES.get(config_class.model_type, {})
+    parts = {name: value for name, value in own.items() if name in config_class.sub_configs}
+    usual = vars(config_class(**parts))
     values = {name: value for name, value in _SIZES.items() if name in {*usual, *config_class.attribute_map}}
     if "layer_types" in usual:
         values["layer_types"] = None
     for name, kind in config_class.sub_configs.items():
         if name == "text_config" or usual.get(name) is not None:
             part = type(usual[name]) if kind is AutoConfig else kind
-            values[name] = _tiny(part, changes if name == "text_config" else {})
-    own = {} if "text_config" in values else changes
-    return config_class(**{**values, **CHANGES.get(config_class.model_type, {}), **own})
+            parts[name] = _tiny(part, {**(changes if name == "text_config" else {}), **parts.get(name, {})})
+    return config_class(**{**values, **own, **({} if "text_config" in parts else changes), **parts})
 
 
 def make(model_type: str, **changes: Any) -> Any:

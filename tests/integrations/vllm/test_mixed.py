@@ -176,7 +176,7 @@ def test_pages_are_as_large_as_those_beside_them() -> None:
     ("family", "changes", "named"),
     [
         ("llama4_text", {}, "layers of chunked_attention"),
-        ("gemma3n_text", {"num_kv_shared_layers": 2}, "layers that (share|attend to what another one caches)"),
+        ("gemma3n_text", {"num_kv_shared_layers": 2}, "layers (that share|attend to what another one caches)"),
         ("mistral", {"sliding_window": 8}, "no layer attends to the whole context"),
     ],
 )
