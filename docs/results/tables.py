@@ -88,20 +88,25 @@ def findings(name: str) -> str:
 
 def types(name: str) -> str:
     """What is compressed of tiny models of every type, and what is refused."""
-    rows, alike = records(name), dict[tuple[str, str], list[str]]()
-    for x in rows:
+    alike, others = dict[tuple[str, str], list[str]](), [x for x in records(name) if x["tokenizer"] != "bytes"]
+    for x in (rows := [x for x in records(name) if x["tokenizer"] == "bytes"]):
         reasons = dict.fromkeys(x["refused"].values())
         verbs = {why: ", ".join(verb for verb in x["refused"] if x["refused"][verb] == why) for why in reasons}
         refused = "; ".join(f"{verbs[why]}: {why}" for why in verbs)
         alike.setdefault((x["what"], refused), []).append(f"`{x['type']}`")
     works = [x for x in rows if "right" in x]
-    right, refused, wrong = (sum(len(x[kind]) for x in works) for kind in ("right", "refused", "wrong"))
-    cells, stock = right + refused + wrong, sum(len(x.get("stock", ())) for x in works)
+    (right, *failed), of_text = (
+        [sum(len(x.get(kind, ())) for x in found) for kind in ("right", "refused", "wrong", "stock")]
+        for found in (works, others)
+    )
+    kinds, of = (", ".join(dict.fromkeys(x[key] for x in others)) for key in ("tokenizer", "type"))
     by_count = sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
     about = (
-        f"With transformers {rows[0]['transformers']}, {len(works)} of {len(rows)} types work. Of {cells} cells of "
-        f"these, {100 * right / cells:.1f} % are right,\n{refused} refused and {wrong} wrong; {stock} more fail in "
-        "transformers."
+        f"With transformers {rows[0]['transformers']}, {len(works)} of {len(rows)} types work. Of "
+        f"{right + sum(failed[:2])} cells of these, {100 * right / (right + sum(failed[:2])):.1f} % are right,\n"
+        f"{failed[0]} refused and {failed[1]} wrong; {failed[2]} more fail in transformers.\n\n"
+        f"With tokenizers of other kinds ({kinds}), {of}:\n{', '.join(others[0]['right'])}; "
+        f"of {sum(of_text)} cells, {of_text[0]} are right."
     )
     listed = markdown(["compressed", "refused", "types"], [[*key, ", ".join(names)] for key, names in by_count])
     return f"{about}\n\n{listed}"
