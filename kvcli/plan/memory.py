@@ -87,8 +87,6 @@ class PlannedModel:
                 )
         except (*FAILURES, ImportError) as error:
             raise UnsupportedModelError(f"transformers makes no model of its config ({one_line(error)})") from error
-        # other ways to run experts look at numbers, which are not there
-        getattr(model, "set_experts_implementation", lambda way: None)("batched_mm")
         return model.eval()
 
     @cached_property
@@ -137,6 +135,8 @@ class PlannedModel:
         others = [x for i, x in layers if i not in full and not getattr(x, "sliding_window", None)]
         if not others or any(isinstance(x, DynamicLayer) for x in others):
             return None if others else 0
+        # other ways to run experts look at numbers, which are not there
+        getattr(self.empty, "set_experts_implementation", lambda way: None)("batched_mm")
         try:
             with torch.device("meta"), torch.no_grad():
                 self.empty(torch.zeros(1, 1, dtype=torch.int64), **with_cache(cache))
