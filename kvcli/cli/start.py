@@ -20,7 +20,7 @@ def main() -> None:
     try:
         catch_signals()
         _open_streams()
-        _prepare_threads(sys.argv[1:])
+        _prepare_libraries(sys.argv[1:])
         from kvcli.cli.app import run_command_line
 
         code = run_command_line()
@@ -46,22 +46,22 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _prepare_threads(arguments: list[str]) -> None:
-    """Sets PyTorch up before it is imported: threads that sleep while they wait, or soon, and large pages.
+def _prepare_libraries(arguments: list[str]) -> None:
+    """Sets PyTorch and Triton up before they are imported: threads that sleep while they wait, or soon, large pages.
 
     Threads that spin take the processor from other programs, and from those that they wait for where two cores are
     threads of one; where nothing else runs, those that sleep at once decode at two thirds of the speed. Long commands
     wake them too often to let them sleep at once; the system zeroes each page of their large tensors anew.
     """
-    spinning = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    waiting = (
+        {"GOMP_SPINCOUNT": "10000"} if arguments[:1] != ["serve"] and _is_alone() else {"OMP_WAIT_POLICY": "PASSIVE"}
+    )
     if arguments and arguments[0].startswith(_LONG):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB on Linux
-        if not spinning:
-            os.environ["GOMP_SPINCOUNT"] = "1000"  # some tens of microseconds
-    elif not spinning and arguments[:1] != ["serve"] and _is_alone():
-        os.environ["GOMP_SPINCOUNT"] = "10000"
-    elif not spinning:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        waiting = {"GOMP_SPINCOUNT": "1000"}  # some tens of microseconds
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ.update(waiting)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as up to Triton 3.9, which warns of another default
 
 
 def _is_alone() -> bool:

@@ -131,8 +131,8 @@ def test_threads(monkeypatch: Any, tmp_path: Path, command: str, running: Any, e
     monkeypatch.setattr(start, "_LOAD", tmp_path / "loadavg")
     if running is not None:
         start._LOAD.write_text(f"0.10 0.20 0.30 {running}/123 456\n")
-    start._prepare_threads([command, "--seed", "1"])
-    assert changed == {**environment, **added}
+    start._prepare_libraries([command, "--seed", "1"])
+    assert changed == {**environment, **added, "TRITON_DEFAULT_FP_FUSION": "1"}
 
 
 def test_long_commands_exist() -> None:
