@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -215,20 +215,39 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
 def _load_gguf(
     path: Path, dtype: torch.dtype, base_config: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a GGUF file, unless that would lose the RoPE scaling or layers."""
+    """Loads a GGUF file, unless that would lose the RoPE scaling, a window or layers."""
     config = None if base_config is None else _config_of(base_config)
     try:
-        tensors = [tensor.name for tensor in read_gguf(path).tensors]
+        reader = read_gguf(path)
+        tensors = [tensor.name for tensor in reader.tensors]
+        lost = _lost(reader, tensors, read_gguf_config(path)) if config is None else None
     except ModelError:
         raise
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
-    if config is None and any(name.startswith("rope_freqs") for name in tensors):
+    if lost is not None:
         raise ModelError(
-            f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
-            "name the original model's config with --base-config"
+            f"{path.name} {lost}, which would be dropped on loading; name the original model's config with "
+            "--base-config"
         )
     layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if config is not None and len(layers) != config.num_hidden_layers:  # more layers would be dropped on loading
         raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
     return load_gguf(path, dtype, config, progress)
+
+
+def _lost(reader: Any, tensors: Sequence[str], config: Any) -> str | None:
+    """What a GGUF file says of attention and transformers does not read; None: nothing."""
+
+    def said(name: str, default: Any = None) -> Any:
+        return next((x.contents() for key, x in reader.fields.items() if key.endswith(f".{name}")), default)
+
+    if found := [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]:
+        return f"keeps its RoPE scaling in a {found[0].partition('.')[0]} tensor"
+    factor = said("rope.scaling.factor", said("rope.scale_linear", 1)) if said("rope.scaling.type") != "none" else 1
+    if factor not in (0, 1) and ModelSpec.from_config(config).rope.rope_type == "default":
+        return f"has RoPE scaling by {factor:g}"
+    window = said("attention.sliding_window") or getattr(config, "sliding_window", None)
+    if window != getattr(config, "sliding_window", None) and window < config.max_position_embeddings:
+        return f"has windows of {window} tokens"
+    return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -18,7 +19,13 @@ from kvcli.models.load import find_config, load_model
 
 
 def write(
-    path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: bool = False, tensors_of_part: int = 0
+    path: Path,
+    model: Any,
+    *,
+    without: Collection[str] = (),
+    tensor: str = "",
+    said: Mapping[str, Any] = MappingProxyType({}),
+    tensors_of_part: int = 0,
 ) -> Path:
     """A tiny Llama as a GGUF file."""
     writer, config = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_of_part), model.config
@@ -40,8 +47,10 @@ def write(
     for name, weight in model.state_dict().items():
         if (theirs := names.get_name(name, (".weight",))) not in without:
             writer.add_tensor(theirs, weight.numpy())
-    if rope_freqs:
-        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+    if tensor:
+        writer.add_tensor(tensor, np.ones(8, dtype=np.float32))
+    for name, value in said.items():
+        {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](f"llama.{name}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,13 +91,26 @@ def test_a_file_in_parts_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
         find_config(str(first))
 
 
-def test_rope_freqs_need_the_config_and_are_not_a_weight_too_many(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("told", "lost"),
+    [
+        ({"tensor": "rope_freqs.weight"}, "keeps its RoPE scaling in a rope_freqs tensor"),
+        ({"tensor": "rope_factors_long.weight"}, "keeps its RoPE scaling in a rope_factors_long tensor"),
+        ({"said": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}}, "has RoPE scaling by 4"),
+        ({"said": {"rope.scale_linear": 2.5}}, "has RoPE scaling by 2.5"),
+        ({"said": {"attention.sliding_window": 64}}, "has windows of 64 tokens"),
+        ({"said": {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "attention.sliding_window": 999}}, None),
+    ],
+)
+def test_what_transformers_drops_of_a_file_needs_the_config(told: Any, lost: str | None, tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path / "base")
-    path = write(tmp_path / "tiny.gguf", model, rope_freqs=True)
-    assert "in a rope_freqs tensor, which would be dropped" in (message := refusal(path))
-    assert message.endswith("--base-config")
-    assert load_model(str(path), device="cpu", base_config=str(tmp_path / "base")).spec.num_layers == 3
+    path = write(tmp_path / "tiny.gguf", model, **told)
+    if lost is not None:
+        assert (message := refusal(path)).startswith(f"tiny.gguf {lost}, which would be dropped")
+        assert message.endswith("--base-config")
+    base = None if lost is None else str(tmp_path / "base")
+    assert load_model(str(path), device="cpu", base_config=base).spec.num_layers == 3
 
 
 @pytest.mark.parametrize(
