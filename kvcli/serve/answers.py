@@ -132,7 +132,7 @@ class Answer:
         self._emit(self._held)
         if self.parser is not None:
             self._parse(lambda: self.parser.finalize()[1])
-        if self._num_calls:
+        if self._num_calls and reason == "stop":  # else another call may have been cut off
             self.finish_reason = "tool_calls"
 
     def _emit(self, text: str) -> None:

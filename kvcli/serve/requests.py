@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     Field,
@@ -65,11 +67,21 @@ def _arguments(said: Any) -> Any:
     return {} if isinstance(said, str) and said.strip() in ("", "null") else said
 
 
+def _are_json(arguments: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(arguments, allow_nan=False)  # parsers take NaN and Infinity, which clients cannot read
+    return arguments
+
+
 class Function(Fields, extra="ignore"):
     """What was called, by a model or in a history; chat templates iterate over the arguments."""
 
     name: str
-    arguments: Annotated[dict[str, Any] | Json[dict[str, Any]], BeforeValidator(_arguments)] = {}
+    arguments: Annotated[
+        dict[str, Any] | Json[dict[str, Any]],
+        Field(validation_alias=AliasChoices("arguments", "parameters")),  # as Llama 3 writes it
+        BeforeValidator(_arguments),
+        AfterValidator(_are_json),
+    ] = {}
 
 
 class ToolCall(Fields, extra="ignore"):

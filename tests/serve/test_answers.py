@@ -213,6 +213,7 @@ def test_an_end_token_that_a_parser_does_not_know_is_no_part_of_the_answer(parse
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"at": NaN}}</tool_call>',
         '<tool_call>{"name": "look", "argum',
         "<tool_call>",
     ],
@@ -249,6 +250,15 @@ def test_a_tool_call_that_is_none_leaves_those_before_it() -> None:
     made.feed([*ids(f"{CALL}<tool_call>x</tool_call>"), END])
     assert made.finish_reason == "tool_calls"
     assert [kind for kind, _ in pieces] == ["tool_calls", *["content"] * (len(pieces) - 1)]
+
+
+def test_calls_before_one_that_is_cut_off_do_not_hide_that() -> None:
+    """Arguments may be called parameters, as Llama 3 writes them."""
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True, most=len(ids(CALL)) + 24)
+    made.feed([*ids(CALL.replace("arguments", "parameters") * 2), END])
+    assert made.finish_reason == "length"
+    assert pieces[0] == ("tool_calls", {"index": 0, "name": "look", "arguments": '{"at": "\\u00e9"}'})
 
 
 def test_transformers_without_a_parser_gives_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
