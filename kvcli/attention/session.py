@@ -421,7 +421,7 @@ class Session:
                 )
             raise CacheError(
                 f"while a model is attached, pass {CACHE_ARGUMENT}=session.new_cache() to it, a new one to each call "
-                f"of generate or of a pipeline, or use_cache=False{dropped}"
+                f"of generate (whose guidance_scale is not supported) or of a pipeline, or use_cache=False{dropped}"
             )
 
     def _check_drafts(self, cache: Any) -> None:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcli.errors import ModelError
+from kvcli.errors import CacheError, ModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder, position_table, replace_module, text_model
 from kvcli.seam.identity import Shortcut
 from kvcli.seam.latent import cache_latents, expand_again
 from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput, untraced
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
-from kvcli.seam.probe import probe
+from kvcli.seam.probe import check_adapter, probe
 from kvcli.seam.rotary import PreRopeRotary, passes_on
 from kvcli.seam.sdpa import own_attention
 from kvcli.seam.versions import cache_of
@@ -89,6 +89,7 @@ class Seam:
         self._positions = position_table(model)
         self._refuse_attached()
         self.attention: ModelAttention = probe(model)
+        self._num_layers = getattr(self._text.config, "num_hidden_layers", None)
         self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
         self._rotary_sees_other_positions = False  # other ones than those that layers are given
@@ -225,6 +226,12 @@ class Seam:
         weights = call.get("output_attentions")
         if config.output_attentions if weights is None else weights:
             raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
+        check_adapter(self.model)
+        if (
+            getattr(config, "num_hidden_layers", None) != self._num_layers
+        ):  # transformers would leave it so after an error
+            config.num_hidden_layers = self._num_layers
+            raise ModelError("drafts of the model's first layers (assistant_early_exit) are not supported")
         if call.get("use_cache") is None:
             call["use_cache"] = config.use_cache
         if decoder.training and getattr(decoder, "gradient_checkpointing", False) and torch.is_grad_enabled():
@@ -233,6 +240,10 @@ class Seam:
             self._after_pass(decoder, args, None)
         self.check_call(call)
         cache, tokens = cache_of(call), next((call[x] for x in _INPUTS if call.get(x) is not None), None)
+        if cache is not None and kwargs.get("use_cache") is False:
+            raise CacheError(
+                "use_cache=False, with a cache: it would get the tokens that it holds again; drop one of them"
+            )
         if cache is not None and tokens is not None and tokens.shape[1] > 1 and cache.get_seq_length():
             self.attention.check_later_passes()
         self._check_positions(call.get("position_ids"), tokens, cache)

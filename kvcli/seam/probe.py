@@ -47,6 +47,12 @@ HYBRID = (
 )  # fmt: skip
 """Of families in which other layers do not."""
 
+_ADAPTERS = {
+    "is_prompt_learning": "puts tokens of its own before a text",
+    "alora_invocation_tokens": "works on the end of a text alone (aLoRA)",
+}
+"""Adapters of PEFT with which keys and values are not those of the tokens before them, by fields of their configs."""
+
 _known: WeakKeyDictionary[nn.Module, ModelAttention] = WeakKeyDictionary()
 
 
@@ -62,6 +68,7 @@ def probe(model: nn.Module) -> ModelAttention:
             the layer and the property.
         ModelError: another model with the same config object is attached.
     """
+    check_adapter(model)
     attention, implementation = _known.get(model), text_model(model).config._attn_implementation
     if implementation == ATTENTION_NAME:
         if attention is None:
@@ -87,6 +94,16 @@ def probe(model: nn.Module) -> ModelAttention:
     if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
         _known[model] = attention
     return attention
+
+
+def check_adapter(model: Any) -> None:
+    """Raises UnsupportedModelError where the active adapter is one of those that are not supported."""
+    config = getattr(model, "active_peft_config", None)
+    for name, what in _ADAPTERS.items():
+        if getattr(config, name, None):
+            raise UnsupportedModelError(
+                f"adapter '{model.active_adapter}' {what}, which is not supported; attach get_base_model() without it"
+            )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import kvcli
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
-from kvcli.errors import CacheError
+from kvcli.errors import CacheError, UnsupportedModelError
 from kvcli.models.fingerprint import differs, fingerprint
 from kvcli.models.weights import config_values, weights_identity
 from kvcli.seam.probe import probe
@@ -88,6 +88,33 @@ class Scaled(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear, self.down, self.scale, self.enabled = linear, nn.Linear(64, 2), 1.0, True
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "puts tokens of its own before a text"),
+        (peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "puts tokens of its own before a text"),
+        (
+            peft.LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM"),
+            "works on the end of a text alone .aLoRA.",
+        ),
+    ],
+)
+def test_adapters_that_are_not_of_each_token_are_refused(config: Any, match: str) -> None:
+    """Also where they become active later; the passes of a session are not those of PEFT's generate."""
+    adapted = peft.get_peft_model(make_model("llama"), config)
+    with pytest.raises(UnsupportedModelError, match=f"adapter 'default' {match}"):
+        kvcli.attach(adapted, "rtn-4")
+    with kvcli.attach(adapted.get_base_model(), "rtn-4"):
+        pass
+    if isinstance(config, peft.LoraConfig):
+        adapted = lora(make_model("llama"), "a")
+        adapted.add_adapter("b", config)
+        with kvcli.attach(adapted, "rtn-4") as session:
+            adapted.set_adapter("b")
+            with pytest.raises(UnsupportedModelError, match=match):
+                session.generate(IDS)
 
 
 def test_factors_and_switches_of_modules_of_others_count() -> None:

@@ -36,6 +36,19 @@ def test_a_stock_cache_is_refused_before_anything_is_written_to_it(tiny_model: A
     assert cache.get_seq_length() == 0
 
 
+def test_what_makes_passes_of_its_own_is_refused_and_leaves_the_model_whole(tiny_model: Any) -> None:
+    """transformers leaves a model with its first layers alone where drafts of them end with an error."""
+    with kvcli.attach(tiny_model, "fp16") as session:
+        for error, match, options in (
+            (ModelError, "assistant_early_exit", {"assistant_early_exit": 1}),
+            (CacheError, "guidance_scale", {"guidance_scale": 1.5}),
+            (CacheError, "use_cache=False, with a cache", {"use_cache": False}),
+        ):
+            with pytest.raises(error, match=match):
+                tiny_model.generate(ids(5), max_new_tokens=2, **{CACHE_ARGUMENT: session.new_cache()}, **options)
+    assert len(tiny_model.model.layers) == tiny_model.config.num_hidden_layers == 3
+
+
 def test_attention_that_is_not_causal_is_refused(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session:
         for options in ({"use_cache": False}, with_cache(session.new_cache())):
