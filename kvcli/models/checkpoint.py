@@ -217,6 +217,7 @@ def _load(
                 raise _cannot_load(source, f"{what}: {first}{more}; use the config and all weights of one model")
         with _explained(source, f"its tokenizer cannot be read; {_COPY_TOKENIZER}"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer.clean_up_tokenization_spaces = False  # as Llama 3's config has it, " !=" would be read as "!="
     return model, tokenizer
 
 
@@ -242,9 +243,10 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_weight_files(folder: Path, quantized: bool) -> None:
-    """Refuses weights that are not there, cut off, or that would be cast; of a safetensors file, the header is read."""
+    """Refuses weights that are missing, cut off, there twice or would be cast; of safetensors, headers are read."""
     from safetensors import SafetensorError, safe_open
 
+    files = dict[str, str]()
     for name in _weight_files(folder):
         if not (folder / name).is_file():
             raise _cannot_load(folder, f"{name} is missing; {_AGAIN}")
@@ -257,6 +259,11 @@ def _check_weight_files(folder: Path, quantized: bool) -> None:
         else:
             with _explained(folder, "its weights cannot be read"):
                 kinds = {x: y.dtype for x, y in torch.load(folder / name, "meta", weights_only=True).items()}
+        if twice := next(
+            (x for x in kinds if x in files), None
+        ):  # transformers takes the last, whatever the index says
+            raise _cannot_load(folder, f"{twice} is in {files[twice]} and in {name}; {_AGAIN}")
+        files |= dict.fromkeys(kinds, name)
         odd = (x for x, kind in kinds.items() if x.endswith(("weight", "_proj")) and kind not in _FLOATS)
         if not quantized and (first := next(odd, None)):
             raise _cannot_load(folder, f"{first} is of dtype {kinds[first]}, and config.json names no quantization")

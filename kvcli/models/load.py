@@ -113,15 +113,18 @@ def load_model(
         model.to(chosen)
     model.eval()
     check_finite(model)
+    end_tokens(model)
     spec = probe(model).spec
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
 
 
 def end_tokens(model: Any) -> list[int]:
-    """Tokens that end a text by the generation config or the model's config."""
+    """Tokens that end a text by the generation config or the model's config; ModelError: they are no tokens."""
     ends = [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
-    each = chain.from_iterable(end if isinstance(end, list) else [end] for end in ends)
-    return list(dict.fromkeys(int(end) for end in each if end is not None))
+    each = [x for x in chain.from_iterable(end if isinstance(end, list) else [end] for end in ends) if x is not None]
+    if other := [x for x in each if not isinstance(x, int)]:
+        raise ModelError(f"eos_token_id of the model's configs is token ids, not {other[0]!r}")
+    return list(dict.fromkeys(each))
 
 
 def _end_of_reply(tokenizer: Any) -> list[int]:

@@ -166,6 +166,19 @@ DAMAGES: list[tuple[Change, str]] = [
         renamed(WEIGHTS, SHARDS[0], file(INDEX, json.dumps({"weight_map": {O_PROJ: SHARDS[0], "x": SHARDS[1]}}))),
         f"{SHARDS[1]} is missing",
     ),
+    (
+        renamed(
+            WEIGHTS,
+            SHARDS[0],
+            lambda x: shutil.copy(x / SHARDS[0], x / SHARDS[1]),
+            file(INDEX, json.dumps({"weight_map": {O_PROJ: SHARDS[0], "x": SHARDS[1]}})),
+        ),
+        f"lm_head.weight is in {SHARDS[0]} and in {SHARDS[1]};",
+    ),
+    (
+        file("generation_config.json", '{"eos_token_id": "end"}'),
+        "eos_token_id of the model's configs is token ids, not",
+    ),
     (renamed(WEIGHTS, SHARDS[0], file(INDEX, '{"weight_map": []}')), f"{INDEX} names no files"),
     (renamed(WEIGHTS, SHARDS[0], file(INDEX, '{"weight_map": {"x": "../x"}}')), f"{INDEX} names ../x, which is not in"),
     *(
@@ -195,6 +208,13 @@ def test_a_folder_without_a_whole_model_is_refused_in_words(folder: Path, damage
     damage(folder)
     message = refusal(folder)
     assert all(part.replace("{folder}", str(folder)) in message for part in said.split(" ... "))
+
+
+def test_no_space_is_taken_out_of_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3's config asks for it; a text that is read back would be another one."""
+    monkeypatch.setattr(PreTrainedTokenizerFast, "clean_up_tokenization", lambda *_: pytest.fail("it was"))
+    change_json(folder / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    assert load_model(str(folder), device="cpu").tokenizer.decode([5, 6]) == "w5 w6"
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
