@@ -41,7 +41,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models.fingerprint import fingerprint
 from kvcli.models.load import not_finite
-from kvcli.models.weights import config_values, weights_identity
+from kvcli.models.weights import adapters_now, config_values, weights_identity
 from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.rope import Rope
@@ -133,6 +133,7 @@ class Session:
         """
         identity, layers = partial(self._identity_since, weights_identity(self.model)), len(self.layers)
         cache = CompressedCache(self.spec, self.method, self.config, self.codecs, self.seam, layers, identity)
+        cache.adapters = adapters_now(self.model)
         if length is not None:
             cache.sequences.begin(length)
         return cache
@@ -408,6 +409,8 @@ class Session:
         self.seam.current.rope = None
         if isinstance(cache, CompressedCache):
             cache.check_session(self.seam)
+            if cache.adapters != adapters_now(self.model):
+                cache.adapters = None
             rope = cache.sequences.rope
             if not torch.is_inference_mode_enabled():
                 make_writable(cache.other_layers)

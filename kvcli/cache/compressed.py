@@ -126,7 +126,10 @@ class CompressedCache(Cache):
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
         compressed: the layers of full attention.
+        adapters: the model's when it was made, see `adapters_now`; None: others have read some of the tokens.
     """
+
+    adapters: tuple[Any, ...] | None = ()
 
     def __init__(
         self,
@@ -375,6 +378,10 @@ class CompressedCache(Cache):
         """What its tokens depend on; CacheError: no session made it, or the model computes otherwise since then."""
         if self._identity is None:
             raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
+        if self.adapters is None:
+            raise CacheError(
+                "the active adapters changed while the cache was read, or are of rows; read again with one"
+            )
         return replace(self._identity(), rope=self.sequences.rope.frequencies())
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:

@@ -47,6 +47,15 @@ def weights_identity(model: nn.Module) -> str:
     return digest.hexdigest(16)
 
 
+def adapters_now(model: nn.Module) -> tuple[Any, ...]:
+    """What a model of PEFT says of its next pass: active adapters, and whether rows have some of their own."""
+    if not hasattr(model, "peft_config"):
+        return ()
+    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in model.modules())
+    by_row = any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+    return str(model.active_adapters), getattr(model, "_adapters_disabled", False), by_row
+
+
 def config_values(model: nn.Module) -> dict[str, Any]:
     """What a model's config says of how it computes, as plain JSON values by dotted names; empty without a config.
 

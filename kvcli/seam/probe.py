@@ -98,7 +98,7 @@ def probe(model: nn.Module) -> ModelAttention:
 
 def check_adapter(model: Any) -> None:
     """Raises UnsupportedModelError where the active adapter is one of those that are not supported."""
-    config = getattr(model, "active_peft_config", None)
+    config = None if getattr(model, "_adapters_disabled", False) else getattr(model, "active_peft_config", None)
     for name, what in _ADAPTERS.items():
         if getattr(config, name, None):
             raise UnsupportedModelError(

@@ -166,6 +166,22 @@ def test_a_context_of_one_adapter_is_used_for_no_other_in_the_same_session(
         assert session.load_cache(path).get_seq_length() == 40
 
 
+@pytest.mark.parametrize("how", ["by row", "in between", "disabled"])
+def test_what_several_adapters_have_read_is_of_none(how: str, tmp_path: Path) -> None:
+    """Adapters are those of its making again when it is saved; the passes themselves are as PEFT makes them."""
+    adapted = lora(make_model("llama"), "a", "b")
+    with kvcli.attach(adapted, **SETTINGS) as session, torch.no_grad():
+        cache, names = session.new_cache(), {"adapter_names": ["b"]} if how == "by row" else {}
+        if how == "in between":
+            adapted.set_adapter("b")
+        with adapted.disable_adapter() if how == "disabled" else nullcontext():
+            adapted(IDS, **with_cache(cache), **names)
+        adapted.set_adapter("a")
+        adapted(IDS, **with_cache(cache))
+        with pytest.raises(CacheError, match="the active adapters changed"):
+            cache.save(tmp_path / "cache", IDS.repeat(1, 2))
+
+
 def test_a_document_is_of_the_adapter_that_it_was_made_with(adapted: Any, tmp_path: Path) -> None:
     sampling, text = kvcli.SamplingConfig(6), "Some words about nothing. " * 8
     for store in (None, tmp_path / "contexts"):
