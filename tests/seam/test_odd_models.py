@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvcli
 from kvcli.errors import KvcliError, UnsupportedModelError
 from kvcli.seam.probe import probe
+from kvcli.seam.recorder import NotUnderstood
+from kvcli.seam.trial import LayerProbe
 from kvcli.seam.versions import with_cache
 
 
@@ -44,6 +47,22 @@ def test_refused(name: str) -> None:
     with pytest.raises(KvcliError, match=said) as refusal, kvcli.attach(model, "fp16", **WINDOW) as session:
         logits(model, session.new_cache(), *parts)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_with_biases_of_hundreds_are_rotated_as_others(dtype: torch.dtype) -> None:
+    """As in the first and last layers of Qwen2.5-7B: rounding in the rotation moves scores, and hides in no channel."""
+    model = make_model("qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[5], layer.self_attn.k_proj.bias.data[23] = 300, -250
+    attention = probe(model.to(dtype))
+    assert [layer.rotated and not layer.own_rotation for layer in attention.layers] == [True] * 3
+    assert not attention.drops_state
+    key = torch.tensor([300.0, 1.0, 300.0, 1.0], dtype=dtype).expand(1, 1, 2, 4)
+    other = key * torch.tensor([1.0, 1.1, 1.0, 1.1], dtype=dtype)
+    LayerProbe.check(SimpleNamespace(is_finite=True), other, key, "")  # type: ignore[arg-type]
+    with pytest.raises(NotUnderstood):
+        LayerProbe.check(SimpleNamespace(is_finite=True), other, key, "", 4)  # type: ignore[arg-type]
 
 
 def test_attention_functions_of_the_user_are_refused() -> None:
