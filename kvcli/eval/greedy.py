@@ -28,7 +28,7 @@ from kvcli.seam.decoder import backbone, logits_of
 from kvcli.seam.versions import with_cache
 from kvcli.storage.ranks import joined_ranks
 from kvcli.text.detokenizer import text_after
-from kvcli.text.prompts import Message, chat_text
+from kvcli.text.prompts import Message, chat_text, ids_to_continue
 
 _BOUNDARY = "\n\n"
 
@@ -193,7 +193,7 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
         return chat_in_pieces(loaded, [{"role": "user", "content": f"{text}{_BOUNDARY}{question}"}], question, answer)
     tokenizer: Any = loaded.tokenizer
     following = f"{question}{_BOUNDARY}{answer}"
-    return tokenizer(text + _BOUNDARY)["input_ids"], tokenizer(following, add_special_tokens=False)["input_ids"]
+    return ids_to_continue(tokenizer, text + _BOUNDARY), tokenizer(following, add_special_tokens=False)["input_ids"]
 
 
 def chat_in_pieces(

@@ -22,6 +22,7 @@ from kvcli.models.load import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
 from kvcli.storage.ranks import ItemT, MadeT, joined_ranks
 from kvcli.text.detokenizer import text_after
+from kvcli.text.prompts import ids_to_continue
 
 _MAX_NEW_TOKENS = 256
 """Length of a continuation where a task names none, as in lm-eval."""
@@ -63,8 +64,8 @@ class CachedModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         bos = getattr(self.tokenizer, "bos_token", None)
         special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
-        ids: list[int] = self.tokenizer(string, add_special_tokens=special)["input_ids"]
-        return ids
+        plain: list[int] = self.tokenizer(string, add_special_tokens=False)["input_ids"]
+        return ids_to_continue(self.tokenizer, string) if special else plain
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}

@@ -32,12 +32,19 @@ def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_noth
     if chat:
         return chat_ids(loaded, [{"role": "user", "content": prompt}])
     tokenizer: Any = loaded.tokenizer
-    ids = tokenizer(prompt)["input_ids"]
+    ids = ids_to_continue(tokenizer, prompt)
     if not ids:
         ids = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
     if ids[0] is None:
         raise UsageError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
     return _as_tensor(loaded, ids)
+
+
+def ids_to_continue(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text with its beginning, but without the end that some tokenizers put after every text."""
+    ids = list(tokenizer(text)["input_ids"])
+    is_ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token))
+    return ids[:-1] if is_ended else ids
 
 
 def ids_of_text(loaded: LoadedModel, text: str) -> Tensor:
