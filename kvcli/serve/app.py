@@ -144,7 +144,8 @@ class Server:
             variables = body.chat_template_kwargs
             text, before = (chat_text(loaded, messages, to_reply, tools, variables) for to_reply in (True, False))
             start = text[len(before) :] if text.startswith(before) else ""
-            parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in range(body.n)]
+            parsed = range(body.n if body.schema_of_answer() is None else 0)  # JSON is all of an answer, and content
+            parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in parsed]
             if body.documents:
                 ids, names = self._documents(body, messages[0]["content"])
                 return ids, parsers, names

@@ -126,6 +126,16 @@ def test_a_prompt_is_no_part_of_an_answer_that_is_parsed(qwen: Served) -> None:
     assert (done.content, done.tool_calls) == (qwen.generated("<think>", 20, chat=True), None)
 
 
+def test_json_is_the_content_also_where_a_template_begins_with_reasoning(
+    qwen: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reasoning can end in JSON: all of the answer was reasoning, and its content empty."""
+    monkeypatch.setattr(qwen.loaded.tokenizer, "chat_template", CHAT.replace("<assistant>{%", "<assistant><think>{%"))
+    schema = {"name": "x", "schema": {"type": "string", "enum": ["<think>", "<tool_call>"]}}
+    done = qwen.chat("Hi", 40, response_format={"type": "json_schema", "json_schema": schema}).choices[0].message
+    assert json.loads(done.content) in ("<think>", "<tool_call>")
+
+
 def test_tool_calls_and_reasoning_are_told_apart(qwen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
     monkeypatch.setattr(qwen.session, "generate", _says(qwen, f"<think>Hm.</think>Well.{call}{call}</s>"))
