@@ -382,6 +382,7 @@ class CompressedCache(Cache):
             raise CacheError(
                 "the active adapters changed while the cache was read, or are of rows; read again with one"
             )
+        self.sequences.check_text()
         return replace(self._identity(), rope=self.sequences.rope.frequencies())
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:

@@ -27,7 +27,10 @@ class Sequences:
         positions: RoPE positions of the tokens of each row, int32 [batch, capacity].
         observed: tokens of each row that the key codec's state was computed from.
         gap: by how much the next position exceeds the number of tokens, where documents stand side by side.
+        ahead: by how much it exceeds the slots, int64 [batch], as `follow` has seen it; None: it has seen none.
     """
+
+    ahead: Tensor | None = None
 
     def __init__(self, rope: Rope, counts: TokenCounts, stateful: bool = False) -> None:
         self.rope, self.counts, self.stateful = rope, counts, stateful
@@ -104,6 +107,25 @@ class Sequences:
         return NoRope(2 * len(inv_freq), inv_freq.device)
 
     @ordinary_tensors
+    def follow(self, positions: Tensor) -> Tensor:
+        """M-RoPE positions [3 or 4, batch, time] of new tokens, moved to where those of this text end.
+
+        An image takes fewer positions than tokens. How many fewer, models keep for the text that they read last, of
+        whichever cache.
+        """
+        of_image, slots = positions[-3:], self.slots
+        if slots:
+            end = row_values(self.lengths, positions.device) if self.ahead is None else slots + self.ahead
+            of_image = of_image + (end.to(of_image) - of_image[..., 0].amax(0)).unsqueeze(1)
+        self.ahead = of_image.amax((0, 2)) + 1 - slots - positions.shape[-1]
+        return torch.cat((positions[:-3], of_image))
+
+    def check_text(self) -> None:
+        """Raises CacheError where positions do not count tokens: nothing else says where a text with images ends."""
+        if self.ahead is not None and bool((self.slots + self.ahead.cpu() != torch.tensor(self.lengths)).any()):
+            raise CacheError("a text with images is gone on from in its own cache alone, which cannot be stored")
+
+    @ordinary_tensors
     def extend(self, count: int) -> None:
         """Keeps positions for `count` tokens to come: each row's positions go on from its last one."""
         lengths = row_values(self.lengths, self.valid.device).unsqueeze(1)
@@ -124,6 +146,7 @@ class Sequences:
             return
         rows = rows.to(self.valid.device)
         self.valid, self.positions = self.valid[rows], self.positions[rows]
+        self.ahead = None if self.ahead is None else self.ahead[rows.to(self.ahead.device)]
         order = rows.tolist()
         self.observed = [self.observed[row] for row in order]
         self.counts.select(order)

@@ -90,6 +90,7 @@ class Seam:
         self._refuse_attached()
         self.attention: ModelAttention = probe(model)
         self._num_layers = getattr(self._text.config, "num_hidden_layers", None)
+        self._keeps_positions = any(hasattr(module, "rope_deltas") for module in model.modules())
         self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
         self._rotary_sees_other_positions = False  # other ones than those that layers are given
@@ -218,20 +219,10 @@ class Seam:
         Some models count from 0 then, whatever the cache holds; none knows of positions that a cache leaves out.
         """
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._text.config
-        if config._attn_implementation != ATTENTION_NAME:
-            other = config._attn_implementation
-            raise ModelError(
-                f"the attention implementation was set to '{other}' while the model is attached; detach first"
-            )
+        self._check_model(config)
         weights = call.get("output_attentions")
         if config.output_attentions if weights is None else weights:
             raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
-        check_adapter(self.model)
-        if (
-            getattr(config, "num_hidden_layers", None) != self._num_layers
-        ):  # transformers would leave it so after an error
-            config.num_hidden_layers = self._num_layers
-            raise ModelError("drafts of the model's first layers (assistant_early_exit) are not supported")
         if call.get("use_cache") is None:
             call["use_cache"] = config.use_cache
         if decoder.training and getattr(decoder, "gradient_checkpointing", False) and torch.is_grad_enabled():
@@ -246,6 +237,9 @@ class Seam:
             )
         if cache is not None and tokens is not None and tokens.shape[1] > 1 and cache.get_seq_length():
             self.attention.check_later_passes()
+        given = kwargs.get("position_ids")
+        if self._keeps_positions and given is not None and given.dim() == 3 and hasattr(cache, "sequences"):
+            kwargs["position_ids"] = cache.sequences.follow(given)
         self._check_positions(call.get("position_ids"), tokens, cache)
         self.current.is_running = True
         positional, gap = self._parameters[: len(args)], getattr(cache, "gap", 0)
@@ -260,6 +254,18 @@ class Seam:
             start = cache.get_seq_length()
             kwargs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
         return args, kwargs
+
+    def _check_model(self, config: Any) -> None:
+        """Refuses what was changed in the model since it was attached."""
+        if config._attn_implementation != ATTENTION_NAME:
+            other = config._attn_implementation
+            raise ModelError(
+                f"the attention implementation was set to '{other}' while the model is attached; detach first"
+            )
+        check_adapter(self.model)
+        if getattr(config, "num_hidden_layers", None) != self._num_layers:  # transformers leaves it so after an error
+            config.num_hidden_layers = self._num_layers
+            raise ModelError("drafts of the model's first layers (assistant_early_exit) are not supported")
 
     def _check_positions(self, given: Tensor | None, tokens: Tensor | None, cache: Any) -> None:
         """Refuses tokens that a table has no positions for: on a GPU, they would end the process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvcli
 from kvcli.errors import CacheError
 from kvcli.seam.decoder import find_decoder
+from kvcli.seam.versions import CACHE_ARGUMENT
 
 TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -119,3 +121,27 @@ def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
             assert torch.equal(tokens, expected)
             assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
     assert torch.equal(stock()[1], logits)
+
+
+@pytest.mark.parametrize("model_type", [x for x in PARTS if "qwen" in x and x in CONFIG_MAPPING])
+def test_texts_go_on_where_they_ended_whatever_was_read_in_between(model_type: str, tmp_path: Path) -> None:
+    """The model keeps how many positions fewer than tokens an image takes, of the text that it has read last."""
+    model, (image, text) = model_of(model_type), [prompt(model_type, x) for x in (True, False)]
+
+    def made(cache: Any, count: int, **inputs: Any) -> Tensor:
+        inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"]), CACHE_ARGUMENT: cache}
+        tokens: Tensor = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+        return tokens
+
+    stock = [made(DynamicCache(config=model.config), 9, **x) for x in (image, text)]
+    with kvcli.attach(model, "fp16", **WINDOW) as session, torch.no_grad():
+        caches = [session.new_cache(), session.new_cache()]
+        tokens = [made(cache, 3, **x) for x, cache in zip((image, text), caches, strict=True)]
+        for i in (0, 1, 0, 1):
+            tokens[i] = made(caches[i], 3, input_ids=tokens[i])
+        assert all(map(torch.equal, tokens, stock))
+        made(session.new_cache(), 1, **image)
+        assert torch.equal(session.generate(text["input_ids"], max_new_tokens=9).sequences, stock[1])
+        caches[1].save(tmp_path / "text")
+        with pytest.raises(CacheError, match="a text with images"):
+            caches[0].save(tmp_path / "image")
