@@ -74,17 +74,23 @@ def sampling_of(sampling: SamplingConfig | None, keywords: Mapping[str, Any]) ->
 class NextToken:
     """Chooses tokens, and keeps which ones a row has seen, those of prompts int64 [batch, time] first.
 
-    `generator` makes the random numbers, on the device of the logits; None: torch's default one.
+    `generator` makes the random numbers, on the device of the logits; None: torch's default one. The `mask` of prompts
+    is 0 at padding, which no row has seen; None: no padding.
     """
 
     def __init__(
-        self, sampling: SamplingConfig, ids: Tensor, vocab_size: int, generator: torch.Generator | None = None
+        self,
+        sampling: SamplingConfig,
+        ids: Tensor,
+        vocab_size: int,
+        generator: torch.Generator | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         self.sampling, self._generator = sampling, generator
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
-            self._seen.scatter_(1, ids, True)
+            real = torch.ones_like(ids) if mask is None else mask.to(ids)
+            self._seen = real.new_zeros(ids.shape[0], vocab_size).scatter_add_(1, ids, real) > 0
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens int64 [batch, 1] from logits [batch, vocab_size]."""

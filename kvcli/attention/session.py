@@ -291,7 +291,7 @@ class Session:
             self.model,
             cache,
             self.backends,
-            NextToken(sampling, input_ids, logits.shape[-1]),
+            NextToken(sampling, input_ids, logits.shape[-1], mask=attention_mask),
             sampling.max_new_tokens,
             stops=stops,
             padding=padding,

@@ -314,6 +314,13 @@ def test_prompts_in_chunks_make_the_tokens_of_whole_prompts(steps: list[int]) ->
         assert torch.equal(*(make(session, ids, mask, 30, prefill_chunk=x).sequences for x in (None, 7)))
 
 
+def test_padding_is_not_penalized() -> None:
+    """It is often the token that ends a text."""
+    ids, mask, logits = torch.tensor([[2, 2, 5], [2, 3, 5]]), torch.tensor([[0, 0, 1], [1, 1, 1]]), torch.ones(2, 8)
+    seen = NextToken(SamplingConfig(repetition_penalty=2.0), ids, 8, mask=mask).penalized(logits) < 1
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[5], [2, 3, 5]]
+
+
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
 def test_sampling_has_the_distribution_of_transformers(penalty: float) -> None:
     generator = torch.Generator().manual_seed(0)
