@@ -51,7 +51,7 @@ def attach(
 
     Raises:
         UsageError: unknown method or implementation, shapes that `fused` does not support, layers that the model does
-            not have, or a missing artifact.
+            not have, a missing artifact, or another default dtype of torch than float32.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
         UnsupportedModelError: attention that is not understood, or layers that are offloaded.
@@ -72,6 +72,8 @@ def attach(
         raise UnsupportedModelError(
             f"method '{choice.method}' does not take a model in float64; load it in float32, bfloat16 or float16"
         )
+    if torch.get_default_dtype() != torch.float32 and not choice.is_baseline:  # buffers and states would be of it
+        raise UsageError(f"torch.set_default_dtype is {torch.get_default_dtype()}; methods need torch.float32")
     devices = devices_of_layers(module)
     spec = loaded.spec if loaded is not None else probe(module).spec
 

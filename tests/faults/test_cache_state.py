@@ -13,7 +13,7 @@ from test_cache_copies import attach, ids
 import kvcli
 from kvcli.artifact.artifact import Artifact
 from kvcli.cache import forward
-from kvcli.errors import CacheError, UnsupportedModelError
+from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.registry import get_method
 from kvcli.seam.versions import with_cache
 
@@ -165,6 +165,18 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was(tiny_model: Any) -> N
         with pytest.raises(CacheError, match="sequences"):
             tiny_model(ids(40, batch=2), **with_cache(cache))
         assert torch.equal(*(tiny_model(ids(1), **with_cache(each)).logits for each in (cache, other)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_of_torch_is_refused(dtype: torch.dtype, tiny_model: Any) -> None:
+    """Buffers of codecs and states would be of it: rounded, or of no use with others."""
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.raises(UsageError, match=f"set_default_dtype is {dtype}; methods need torch.float32"):
+            kvcli.attach(tiny_model, "rtn-4")
+        kvcli.attach(tiny_model, "fp16").detach()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("method", ["kivi-2", "qjl", "squat-2", "turboquant-3"])
