@@ -231,7 +231,7 @@ class CompressedCache(Cache):
             return "layers on several devices cannot take part in steps; choose passes"
         if self.sequences.rope.switch is not None:
             return "rotations that depend on the length of a text cannot take part in steps; choose passes"
-        return None
+        return None if self.sequences.is_text else "texts with images cannot take part in steps; choose passes"
 
     @property
     def can_step(self) -> bool:
@@ -382,7 +382,8 @@ class CompressedCache(Cache):
             raise CacheError(
                 "the active adapters changed while the cache was read, or are of rows; read again with one"
             )
-        self.sequences.check_text()
+        if not self.sequences.is_text:
+            raise CacheError("a text with images is gone on from in its own cache alone, which cannot be stored")
         return replace(self._identity(), rope=self.sequences.rope.frequencies())
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:

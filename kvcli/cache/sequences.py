@@ -120,10 +120,10 @@ class Sequences:
         self.ahead = of_image.amax((0, 2)) + 1 - slots - positions.shape[-1]
         return torch.cat((positions[:-3], of_image))
 
-    def check_text(self) -> None:
-        """Raises CacheError where positions do not count tokens: nothing else says where a text with images ends."""
-        if self.ahead is not None and bool((self.slots + self.ahead.cpu() != torch.tensor(self.lengths)).any()):
-            raise CacheError("a text with images is gone on from in its own cache alone, which cannot be stored")
+    @property
+    def is_text(self) -> bool:
+        """Whether positions count tokens, as they do without images."""
+        return self.ahead is None or bool((self.slots + self.ahead.cpu() == torch.tensor(self.lengths)).all())
 
     @ordinary_tensors
     def extend(self, count: int) -> None:

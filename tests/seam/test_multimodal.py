@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvcli
-from kvcli.errors import CacheError
+from kvcli.errors import CacheError, UsageError
 from kvcli.seam.decoder import find_decoder
 from kvcli.seam.versions import CACHE_ARGUMENT
 
@@ -142,6 +142,8 @@ def test_texts_go_on_where_they_ended_whatever_was_read_in_between(model_type: s
         assert all(map(torch.equal, tokens, stock))
         made(session.new_cache(), 1, **image)
         assert torch.equal(session.generate(text["input_ids"], max_new_tokens=9).sequences, stock[1])
+        with pytest.raises(UsageError, match="texts with images"):
+            session.generate(torch.cat((tokens[0], tokens[0][:, -1:]), dim=1), cache=caches[0], mode="steps")
         caches[1].save(tmp_path / "text")
         with pytest.raises(CacheError, match="a text with images"):
             caches[0].save(tmp_path / "image")
