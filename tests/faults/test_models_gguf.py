@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -24,7 +24,7 @@ def write(
     *,
     without: Collection[str] = (),
     tensor: str = "",
-    said: Mapping[str, Any] = MappingProxyType({}),
+    said: Any = None,
     tensors_of_part: int = 0,
 ) -> Path:
     """A tiny Llama as a GGUF file."""
@@ -49,7 +49,7 @@ def write(
             writer.add_tensor(theirs, weight.numpy())
     if tensor:
         writer.add_tensor(tensor, np.ones(8, dtype=np.float32))
-    for name, value in said.items():
+    for name, value in (said or {}).items():
         {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](f"llama.{name}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -106,11 +106,11 @@ def test_what_transformers_drops_of_a_file_needs_the_config(told: Any, lost: str
     model = make_model("llama")
     model.save_pretrained(tmp_path / "base")
     path = write(tmp_path / "tiny.gguf", model, **told)
-    if lost is not None:
-        assert (message := refusal(path)).startswith(f"tiny.gguf {lost}, which would be dropped")
-        assert message.endswith("--base-config")
-    base = None if lost is None else str(tmp_path / "base")
-    assert load_model(str(path), device="cpu", base_config=base).spec.num_layers == 3
+    if lost is None:
+        assert load_model(str(path), device="cpu").spec.num_layers == 3
+    else:
+        assert re.fullmatch(f"tiny.gguf {lost}, which would be dropped .* --base-config", refusal(path))
+    assert load_model(str(path), device="cpu", base_config=str(tmp_path / "base")).spec.num_layers == 3
 
 
 @pytest.mark.parametrize(

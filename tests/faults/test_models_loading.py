@@ -27,7 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
-F8 = torch.float8_e4m3fn
+BOTH, F8 = json.dumps({"weight_map": {O_PROJ: SHARDS[0], "x": SHARDS[1]}}), torch.float8_e4m3fn
 Change = Callable[[Path], Any]
 
 
@@ -162,17 +162,9 @@ DAMAGES: list[tuple[Change, str]] = [
         )
         for kept in (0, 5, 1000, -1)
     ),
+    (renamed(WEIGHTS, SHARDS[0], file(INDEX, BOTH)), f"{SHARDS[1]} is missing"),
     (
-        renamed(WEIGHTS, SHARDS[0], file(INDEX, json.dumps({"weight_map": {O_PROJ: SHARDS[0], "x": SHARDS[1]}}))),
-        f"{SHARDS[1]} is missing",
-    ),
-    (
-        renamed(
-            WEIGHTS,
-            SHARDS[0],
-            lambda x: shutil.copy(x / SHARDS[0], x / SHARDS[1]),
-            file(INDEX, json.dumps({"weight_map": {O_PROJ: SHARDS[0], "x": SHARDS[1]}})),
-        ),
+        renamed(WEIGHTS, SHARDS[0], lambda x: shutil.copy(x / SHARDS[0], x / SHARDS[1]), file(INDEX, BOTH)),
         f"lm_head.weight is in {SHARDS[0]} and in {SHARDS[1]};",
     ),
     (

@@ -104,8 +104,7 @@ def test_a_prompt_is_not_ended_by_its_tokenizer() -> None:
     pieces = {"single": "<s> $A </s>", "pair": "<s> $A $B", "special_tokens": [("<s>", 1), ("</s>", 2)]}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
     assert tokenizer("ab")["input_ids"] == [1, *plain, 2]
-    assert prompt_ids(loaded, "ab", chat=False).tolist() == [[1, *plain]]
-    assert prompt_ids(loaded, "", chat=False).tolist() == [[1]]
+    assert [prompt_ids(loaded, x, chat=False)[0].tolist() for x in ("ab", "")] == [[1, *plain], [1]]
 
 
 def test_a_token_without_an_embedding_and_a_chat_template_that_fails_are_one_line() -> None:

@@ -252,10 +252,8 @@ def test_a_tool_call_that_is_none_leaves_those_before_it() -> None:
     assert [kind for kind, _ in pieces] == ["tool_calls", *["content"] * (len(pieces) - 1)]
 
 
-def test_calls_before_one_that_is_cut_off_do_not_hide_that() -> None:
-    """Arguments may be called parameters, as Llama 3 writes them."""
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True, most=len(ids(CALL)) + 24)
+def test_a_call_does_not_hide_that_another_was_cut_off_and_has_parameters_as_of_llama_3() -> None:
+    made = answer(pieces := list[Piece](), parsed=True, most=len(ids(CALL)) + 24)
     made.feed([*ids(CALL.replace("arguments", "parameters") * 2), END])
     assert made.finish_reason == "length"
     assert pieces[0] == ("tool_calls", {"index": 0, "name": "look", "arguments": '{"at": "\\u00e9"}'})

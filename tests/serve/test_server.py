@@ -126,9 +126,7 @@ def test_a_prompt_is_no_part_of_an_answer_that_is_parsed(qwen: Served) -> None:
     assert (done.content, done.tool_calls) == (qwen.generated("<think>", 20, chat=True), None)
 
 
-def test_json_is_the_content_also_where_a_template_begins_with_reasoning(
-    qwen: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_is_content_also_after_the_begin_of_reasoning(qwen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reasoning can end in JSON: all of the answer was reasoning, and its content empty."""
     monkeypatch.setattr(qwen.loaded.tokenizer, "chat_template", CHAT.replace("<assistant>{%", "<assistant><think>{%"))
     schema = {"name": "x", "schema": {"type": "string", "enum": ["<think>", "<tool_call>"]}}
