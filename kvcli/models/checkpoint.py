@@ -259,9 +259,8 @@ def _check_weight_files(folder: Path, quantized: bool) -> None:
         else:
             with _explained(folder, "its weights cannot be read"):
                 kinds = {x: y.dtype for x, y in torch.load(folder / name, "meta", weights_only=True).items()}
-        if twice := next(
-            (x for x in kinds if x in files), None
-        ):  # transformers takes the last, whatever the index says
+        # of a tensor that is there twice transformers takes the last, whatever the index says
+        if twice := next((x for x in kinds if x in files), None):
             raise _cannot_load(folder, f"{twice} is in {files[twice]} and in {name}; {_AGAIN}")
         files |= dict.fromkeys(kinds, name)
         odd = (x for x, kind in kinds.items() if x.endswith(("weight", "_proj")) and kind not in _FLOATS)
