@@ -229,28 +229,31 @@ def _load_gguf(
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
     if lost is not None:
-        raise ModelError(
-            f"{path.name} {lost}, which would be dropped on loading; name the original model's config with "
-            "--base-config"
-        )
+        raise ModelError(f"{path.name} {lost}; name the original model's config with --base-config")
     layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if config is not None and len(layers) != config.num_hidden_layers:  # more layers would be dropped on loading
         raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
     return load_gguf(path, dtype, config, progress)
 
 
+_DROPPED = "which would be dropped on loading"
+
+
 def _lost(reader: Any, tensors: Sequence[str], config: Any) -> str | None:
-    """What a GGUF file says of attention and transformers does not read; None: nothing."""
+    """What a GGUF file says of attention and transformers does not read, or what it does not say; None: nothing."""
 
     def said(name: str, default: Any = None) -> Any:
         return next((x.contents() for key, x in reader.fields.items() if key.endswith(f".{name}")), default)
 
     if found := [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]:
-        return f"keeps its RoPE scaling in a {found[0].partition('.')[0]} tensor"
+        return f"keeps its RoPE scaling in a {found[0].partition('.')[0]} tensor, {_DROPPED}"
     factor = said("rope.scaling.factor", said("rope.scale_linear", 1)) if said("rope.scaling.type") != "none" else 1
     if factor not in (0, 1) and ModelSpec.from_config(config).rope.rope_type == "default":
-        return f"has RoPE scaling by {factor:g}"
+        return f"has RoPE scaling by {factor:g}, {_DROPPED}"
     window = said("attention.sliding_window") or getattr(config, "sliding_window", None)
     if window != getattr(config, "sliding_window", None) and window < config.max_position_embeddings:
-        return f"has windows of {window} tokens"
+        return f"has windows of {window} tokens, {_DROPPED}"
+    width = getattr(config, "head_dim", None)
+    if getattr(config, "query_pre_attn_scalar", width) != width:  # Gemma 2 and 3 of 27B
+        return f"does not say how scores of heads of {width} channels are scaled (query_pre_attn_scalar)"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -13,8 +14,10 @@ import pytest
 import torch
 from factories import make_model
 from test_models_loading import refusal
+from transformers import CONFIG_MAPPING
 
 from kvcli.errors import ModelError
+from kvcli.models import load
 from kvcli.models.load import find_config, load_model
 
 
@@ -111,6 +114,15 @@ def test_what_transformers_drops_of_a_file_needs_the_config(told: Any, lost: str
     else:
         assert re.fullmatch(f"tiny.gguf {lost}, which would be dropped .* --base-config", refusal(path))
     assert load_model(str(path), device="cpu", base_config=str(tmp_path / "base")).spec.num_layers == 3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_scale_of_scores_that_no_file_says_needs_the_config(family: str) -> None:
+    """Of heads of 256 channels, as all but those of 27B have, it is that of the configs' own default."""
+    config, file = CONFIG_MAPPING[family](), SimpleNamespace(fields={})
+    assert load._lost(file, [], config) is None
+    config.head_dim = 128
+    assert "heads of 128 channels are scaled (query_pre_attn_scalar)" in str(load._lost(file, [], config))
 
 
 @pytest.mark.parametrize(
