@@ -167,8 +167,8 @@ def test_vllm_gets_a_tier_that_kvcli_accepts(run: Callable[..., str], monkeypatc
     program, verb, served, flag, transfer = shlex.split(command)
     assert (program, verb, served, flag) == ("vllm", "serve", model, "--kv-transfer-config")
     assert json.loads(transfer) == named["kv_transfer_config"]
-    page = (EXAMPLES.parent / "docs" / "tiers.md").read_text()
-    extra, of_page = (x["kv_connector_extra_config"] for x in (json.loads(transfer), json.loads(page.split("'")[7])))
+    page = (EXAMPLES.parent / "docs" / "tiers.md").read_text().partition(f"{flag} '")[2].partition("'")[0]
+    extra, of_page = (x["kv_connector_extra_config"] for x in (json.loads(transfer), json.loads(page)))
     assert extra.keys() == of_page.keys()
     assert extra["secondary_tiers"][0].keys() == of_page["secondary_tiers"][0].keys()
     assert said[1] == "512 of 600 tokens were not read again"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from factories import WINDOW, make_model
+from factories import WINDOW, load, make_model
+from families import make
 from odd_models import POSITIONS, REFUSED, RIGHT, with_attention, with_positions
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
@@ -15,11 +17,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvcli
-from kvcli.errors import KvcliError, UnsupportedModelError
+from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.seam.probe import probe
 from kvcli.seam.recorder import NotUnderstood
 from kvcli.seam.trial import LayerProbe
 from kvcli.seam.versions import with_cache
+from kvcli.serve.prefixes import Prefixes
+from kvcli.serve.store import ServedContexts
+from kvcli.text.chat import Conversation
 
 
 @torch.no_grad()
@@ -83,3 +88,26 @@ def test_only_rotations_in_proportion_to_positions_are_ours(name: str) -> None:
     of_two_lengths = name == "dependent on length"  # whose angles are in proportion to positions in either
     assert {layer.own_rotation for layer in found.layers} == {not of_two_lengths}
     assert found.rope.switch == (16 if of_two_lengths else None)
+
+
+def test_a_model_that_drops_its_state_is_read_in_one_pass() -> None:
+    """Jamba's own code begins anew in a pass of several tokens, without a word."""
+    model = make("jamba")
+    with kvcli.attach(model, "fp16") as session:
+        cache = session.new_cache()
+        logits(model, cache, 20, 1)
+        in_passes: list[Callable[[], object]] = [
+            lambda: logits(model, cache, 2),
+            lambda: kvcli.Document(load(model), session, "A text."),
+            lambda: Conversation(load(model), session, kvcli.SamplingConfig()),
+            lambda: Prefixes(session, ServedContexts(None, None, None, print), 0),
+        ]
+        for refused in in_passes:
+            with pytest.raises(ModelError, match="drops the state of earlier passes"):
+                refused()
+        logits(model, cache, 1)
+
+
+def test_a_model_whose_config_counts_no_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="has no list of its decoder layers"):
+        kvcli.attach(make("blt"), "fp16")
