@@ -17,7 +17,7 @@ OTHERS += ("calibration_data/README.md", "calibration_data/licenses/*")
 API = {
     "attach": (
         "Attaching a model",
-        ["attention.attach.attach", "attention.shared.new_cache", "models.load.load_model"],
+        ["attention.attach.attach", "attention.attach.new_cache", "models.load.load_model"],
     ),
     "session": (
         "Sessions",
