@@ -188,14 +188,14 @@ class ChunkStore:
         except (OSError, ContextError):  # the index has an error of its own for its shared memory
             if shutil.disk_usage(self.folder).free > _ROOM_BYTES:
                 raise
-            files = sorted(self._chunks.glob("*/*.kvc"), key=lambda path: path.stat().st_mtime)
-            freed, keys = 0, list[str]()
-            for path in files:
-                if freed > _ROOM_BYTES:
-                    break
-                freed += path.stat().st_size
-                path.unlink(missing_ok=True)
-                keys.append(path.stem)
+            files, freed, keys = list[tuple[float, int, Path]](), 0, list[str]()
+            for path in self._chunks.glob("*/*.kvc"):
+                with suppress(FileNotFoundError):  # another process removes some, too
+                    files.append((path.stat().st_mtime, path.stat().st_size, path))
+            for _, size, path in sorted(files):
+                if freed <= _ROOM_BYTES:
+                    path.unlink(missing_ok=True)
+                    freed, keys = freed + size, [*keys, path.stem]
             self.remove(keys)  # from the index, too, now that it can be written
             work()
 
