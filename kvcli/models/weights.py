@@ -48,12 +48,17 @@ def weights_identity(model: nn.Module) -> str:
 
 
 def adapters_now(model: nn.Module) -> tuple[Any, ...]:
-    """What a model of PEFT says of its next pass: active adapters, and whether rows have some of their own."""
+    """What layers of PEFT say of the next pass: adapters that are active in each, and whether rows have their own.
+
+    The model itself is not asked: what PEFT wraps has methods of transformers where PEFT's model has values.
+    """
     if not hasattr(model, "peft_config"):
         return ()
-    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in model.modules())
+    modules = [*model.modules()]
+    layers = [x for x in modules if isinstance(getattr(x, "disable_adapters", None), bool)]
+    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in modules)
     by_row = any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
-    return str(model.active_adapters), getattr(model, "_adapters_disabled", False), by_row
+    return *(() if x.disable_adapters else tuple(x.active_adapters) for x in layers), by_row
 
 
 def config_values(model: nn.Module) -> dict[str, Any]:

@@ -154,11 +154,13 @@ def test_a_context_of_one_adapter_is_used_for_no_other_in_the_same_session(
         assert session.load_cache(path).get_seq_length() == 40
 
 
-@pytest.mark.parametrize("how", ["by row", "in between", "disabled"])
+@pytest.mark.parametrize(
+    "how", ["by row", "in between", "disabled", "in between, of what is wrapped", "disabled, of it"]
+)
 def test_what_several_adapters_have_read_is_of_none(how: str, tmp_path: Path) -> None:
     """Adapters are those of its making again when it is saved; the passes themselves are as PEFT makes them."""
-    adapted = lora(make_model("llama"), "a", "b")
-    with kvcli.attach(adapted, **SETTINGS) as session, torch.no_grad():
+    adapted, (how, _, wrapped) = lora(make_model("llama"), "a", "b"), how.partition(",")
+    with kvcli.attach(adapted.get_base_model() if wrapped else adapted, **SETTINGS) as session, torch.no_grad():
         cache, names = session.new_cache(), {"adapter_names": ["b"]} if how == "by row" else {}
         adapted.set_adapter("b" if how == "in between" else "a")
         with adapted.disable_adapter() if how == "disabled" else nullcontext():
