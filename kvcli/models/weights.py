@@ -55,7 +55,7 @@ def adapters_now(model: nn.Module) -> tuple[Any, ...]:
     if not hasattr(model, "peft_config"):
         return ()
     modules = [*model.modules()]
-    layers = [x for x in modules if isinstance(getattr(x, "disable_adapters", None), bool)]
+    layers: list[Any] = [x for x in modules if isinstance(getattr(x, "disable_adapters", None), bool)]
     hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in modules)
     by_row = any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
     return *(() if x.disable_adapters else tuple(x.active_adapters) for x in layers), by_row
