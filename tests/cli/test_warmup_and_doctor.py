@@ -84,7 +84,7 @@ def test_a_broken_method_and_an_old_package_end_in_exit_code_1(monkeypatch: pyte
     broken_ones = [what for what, row in found.items() if row["state"] == "broken"]
     assert broken_ones == ["torch", "transformers", "lmcache", "sglang", "vllm", "qjl"]
     assert found["qjl"]["detail"] == "RuntimeError: no such instruction"
-    assert found["torch"]["detail"] == "0.1; kvcli needs torch>=2.7"
+    assert found["torch"]["detail"] == "0.1; kvcli needs torch>=2.11"
     assert found["transformers"]["detail"].startswith("99; kvcli needs transformers")
 
 
