@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kvcli.attention.reference import merge_state
 from kvcli.cache.forward import CodeRun, Forward
 from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.cache.ranges import Note
+from kvcli.kernels.streams import run_beside
 from kvcli.methods.base import without_autocast
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.seam.layer import AttentionCall
@@ -115,31 +116,15 @@ def _attend_window_and_codes(
 def flush_layer(
     store: LayerStore, forward: Forward, backend: AttentionBackend, layer_idx: int, new_tokens: int
 ) -> None:
-    """Encodes what a pass of so many new tokens does; values of long prompts on a CUDA stream of their own.
-
-    What is allocated on the side stream can be reused by it only: nothing of it is kept. What it reads is not freed
-    before it has ended, or the current stream could allocate the same memory.
-    """
+    """Encodes what a pass of so many new tokens does; values of long prompts on a CUDA stream of their own."""
     what, codec, device = f"layer {layer_idx}", store.codec, store.keys.device
     note_keys = Note(forward.ranges, f"{what}: keys", codec.key)
     note_values = Note(forward.ranges, f"{what}: values", codec.value)
-    if device.type != "cuda" or new_tokens < _MIN_SIDE_STREAM_TOKENS:
-        store.encode_values(forward, note_values)
-        store.encode_keys(forward, backend.unrotate, note_keys)
+    encode_values = partial(store.encode_values, forward, note_values)
+    encode_keys = partial(store.encode_keys, forward, backend.unrotate, note_keys)
+    if new_tokens < _MIN_SIDE_STREAM_TOKENS:
+        encode_values()
+        encode_keys()
     else:
-        current = torch.cuda.current_stream(device)
-        side = _side_stream_of(current)
-        side.wait_stream(current)
-        try:
-            with torch.cuda.stream(side):
-                store.encode_values(forward, note_values)
-            store.encode_keys(forward, backend.unrotate, note_keys)
-        finally:
-            current.wait_stream(side)
+        run_beside(device, encode_values, encode_keys)
     store.shrink(forward)
-
-
-@cache
-def _side_stream_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The side stream of a stream; its kernels start as soon as multiprocessors are free."""
-    return torch.cuda.Stream(stream.device, priority=-1)

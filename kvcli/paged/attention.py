@@ -8,6 +8,7 @@ the method's kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import PREFILL_THRESHOLD, merge_state, partial_attention
 from kvcli.errors import UsageError
+from kvcli.kernels.streams import run_beside
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
@@ -106,8 +108,20 @@ class PagedAttention:
             from kvcli.paged import kernels as full_precision
         # all is stored before any is read: a request may share pages that another one fills in this pass
         stored_key, stored_value = full_precision.prepare(key, value, sinks, self.rings, batch)
-        self._encode(page, pages, batch, key, stored_key, stored_value, full_precision)
+        encode = partial(self._encode, page, pages, batch, key, stored_key, stored_value, full_precision)
         key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
+        attend = partial(self._attend, keys, values, sinks, batch, query, key, value, output, full_precision)
+        if batch.encodes_beside:
+            run_beside(pages.device, encode, attend)
+        else:
+            encode()
+            attend()
+
+    def _attend(
+        self, keys: Codes, values: Codes, sinks: Tensor, batch: Batch, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, full_precision: Any,
+    ) -> None:  # fmt: skip
+        """Writes attention of all new tokens to `output`, and new tokens to the rings."""
         for part in batch.parts:
             states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
             new = part.tokens.shape[1] < PREFILL_THRESHOLD

@@ -93,7 +93,9 @@ class Batch:
         groups: None where each key is encoded alone, or no group becomes whole.
         sinks: of new tokens that are sinks, page and place, of others below 0, int64 [2, tokens].
         recent: ring slot of each new token, -1 if a later one overwrites it, int64 [1, tokens].
-        ring_copies: which ring is copied to which one first, int64 [2, requests].
+        ring_copies: which ring is copied to which one first, and which new token of another request then follows at
+            which place of all rings, -1 if none does, int64 [4, requests].
+        encodes_beside: whether tokens may be encoded while others are attended to: nobody reads codes of this pass.
     """
 
     parts: Sequence[UniformBatch]
@@ -106,6 +108,7 @@ class Batch:
     sinks: Tensor
     recent: Tensor
     ring_copies: Tensor
+    encodes_beside: bool = False
 
     @classmethod
     def of(
@@ -172,6 +175,9 @@ class Batch:
             page = page.where(written, null_page)
         dst_page, dst_offset, dst_position = (x if stored is None else x[stored] for x in (page, place, position))
         pages, begins = table.int(), [0, *accumulate(counts)]
+        token, follows = (stop - 1)[mine.writer], (mine.writer >= 0) & (ring > 0)
+        token = token.where(follows, -1)
+        slot_place = mine.ring * ring + (past - 1) % max(ring, 1)
         rotations = TokenRotations.first(rope, pages.shape[1] * size, device)
         parts, groups = list[UniformBatch](), list[tuple[Tensor, ...]]()
         for count, same in alike.items():
@@ -202,7 +208,8 @@ class Batch:
             whole if whole is not None and len(whole.page) else None,
             new_sinks,
             recent.unsqueeze(0),
-            torch.stack((mine.copy_from, mine.ring)),
+            torch.stack((mine.copy_from, mine.ring, token, slot_place)),
+            encodes_beside=null_page is not None and max(counts) == 1 and ring >= group,
         )
 
 

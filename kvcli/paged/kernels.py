@@ -187,11 +187,13 @@ def _store_kernel(
 @triton.jit(do_not_specialize=["tokens", "selected", "requests"])
 def _prepare_kernel(
     key, value, sinks, sink_places, rings, ring_copies, stored, is_blank, out,
-    k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, tokens, selected, requests, ring_size,
+    k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, r_token, r_both, r_head,
+    tokens, selected, requests, ring_size,
     D: tl.constexpr, WIDTH: tl.constexpr, HAS_STORED: tl.constexpr, HAS_BLANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a new token, WIDTH numbers of all heads: its key or value to its place in `sinks`, if it is a sink, and that
-    of an encoded one to out [2, selected, WIDTH]; of a request its ring, ring_size numbers, if it is another one's.
+    of an encoded one to out [2, selected, WIDTH]; of a request its ring, ring_size numbers, if it is another one's,
+    and the other one's new token, if that follows.
 
     Grid (tokens, 3): keys, values, rings.
     """
@@ -205,6 +207,17 @@ def _prepare_kernel(
                     o = start + tl.arange(0, BLOCK)
                     b_x = tl.load(rings + source * ring_size + o, mask=o < ring_size)
                     tl.store(rings + copy * ring_size + o, b_x, mask=o < ring_size)
+                t = tl.load(ring_copies + 2 * requests + i)
+                if t >= 0:
+                    tl.debug_barrier()  # its place was copied as well
+                    rings += tl.load(ring_copies + 3 * requests + i) * r_token
+                    for both in tl.static_range(2):
+                        for start in range(0, WIDTH, BLOCK):
+                            o = start + tl.arange(0, BLOCK)
+                            m, head, o_d = o < WIDTH, o // D, o % D
+                            b_x = _load_token(key, value, both, t, head, o_d, k_time, k_head, v_time, v_head, m)
+                            p_x = rings + both * r_both + head * r_head + o_d
+                            tl.store(p_x, b_x.to(rings.dtype.element_ty), mask=m)
     else:
         page = tl.load(sink_places + i)
         t, kept = i, i < selected
@@ -235,8 +248,9 @@ def prepare(key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, batch: Bat
     _prepare_kernel[(tokens, 3)](
         key, value, sinks, batch.sinks, rings, copies, key if stored is None else stored,
         key if is_blank is None else is_blank, out, *key.stride()[:2], *value.stride()[:2], *sinks.stride()[:4],
-        tokens, out.shape[1], copies.shape[1], rings[0].numel(), D=head_dim, WIDTH=heads * head_dim,
-        HAS_STORED=stored is not None, HAS_BLANK=is_blank is not None, BLOCK=_block(heads * head_dim), num_warps=4,
+        *rings.stride()[1:4], tokens, out.shape[1], copies.shape[1], rings[0].numel(), D=head_dim,
+        WIDTH=heads * head_dim, HAS_STORED=stored is not None, HAS_BLANK=is_blank is not None,
+        BLOCK=_block(heads * head_dim), num_warps=4,
     )  # fmt: skip
     return (key, value) if as_they_are else (out[0], out[1])
 

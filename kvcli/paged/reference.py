@@ -53,16 +53,17 @@ def attend(
 
 
 def prepare(key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Copies rings, writes new sinks, and returns the keys and values that are encoded, zeros for blank tokens.
+    """Copies rings, with tokens that follow, writes new sinks, and returns what is encoded, zeros for blank tokens.
 
     Args:
         key, value: of all new tokens, [tokens, num_kv_heads, head_dim].
         sinks, rings: of the layer, written.
         batch: says which ones.
     """
-    source, copy = batch.ring_copies[:, batch.ring_copies[0] != batch.ring_copies[1]]
+    source, copy, token, place = batch.ring_copies[:, batch.ring_copies[0] != batch.ring_copies[1]]
     if len(source):
         rings[copy] = rings[source]
+        _store(key[token], value[token], rings.flatten(0, 1), place.where(token >= 0, -1).unsqueeze(0))
     _store(key, value, sinks, batch.sinks)
     if batch.stored is not None:
         key, value = key[batch.stored], value[batch.stored]

@@ -20,11 +20,13 @@ class Rings:
     Attributes:
         ring: which one; ring 0, which is nobody's, of a request that is not stored.
         copy_from: whose tokens are copied to it before the pass: its own, but for a request with pages of another.
+        writer: which request of the pass writes the last earlier token, whose ring is copied as well; -1: none.
         num_coded: earlier tokens that are read from codes, whole groups; the others are in the ring.
     """
 
     ring: Tensor
     copy_from: Tensor
+    writer: Tensor
     num_coded: Tensor
 
 
@@ -46,14 +48,15 @@ class AssignedRings:
     def advance(self, earlier: Tensor, last: Tensor, past: Tensor, new: Tensor, begun: Tensor) -> Rings:
         """As that of `ResidualRings`."""
         num_coded = self._first_exact.maximum(past - self._residual) // self._group * self._group
-        return Rings(self._rings, self._rings, num_coded)
+        return Rings(self._rings, self._rings, torch.full_like(self._rings, -1), num_coded)
 
 
 class ResidualRings:
     """Which ring is whose. Token t of a request is in place t % ring of its ring.
 
     A request is known by the page of its last token, which no other one writes to. If that page is full, others with
-    the same tokens may have it, too: in one pass they get copies of the ring, else the first that comes has it. An
+    the same tokens may have it, too: in one pass they get copies of the ring, else the first that comes has it. In a
+    pass of one token each, also those get copies of which another one fills that page in this very pass. An
     engine need not say when a request is finished: the ring that was not used for longest is given to a new one.
 
     All is on the device, so that a pass waits for nothing and can be captured as a CUDA graph.
@@ -93,7 +96,8 @@ class ResidualRings:
         stored = last >= 0
         # what another request had there is gone
         page.masked_fill_((page.unsqueeze(1) == begun).any(1), -1)
-        known = (page == earlier.unsqueeze(1)) & (length == past.unsqueeze(1)) & ((earlier >= 0) & stored).unsqueeze(1)
+        asked = ((earlier >= 0) & stored).unsqueeze(1)
+        known = (page == earlier.unsqueeze(1)) & (length == past.unsqueeze(1)) & asked
         found, source = known.any(1), known.byte().argmax(1)
         same = (source == source.unsqueeze(1)) & found & found.unsqueeze(1)
         mine = found & ~same.tril(-1).any(1)
@@ -102,11 +106,15 @@ class ResidualRings:
         used[source.where(mine, 0)] = self._passes
         free = used.argsort(stable=True)[(others.cumsum(0) - 1).clamp(0, self.count - 1)]
         slot = source.where(mine, free.where(others, 0))
+        is_filled = (last == earlier.unsqueeze(1)) & (past + 1 == past.unsqueeze(1)) & (new == 1) & asked
+        writer = is_filled.byte().argmax(1).where(is_filled.any(1), -1)
         begin = first[source].where(found, past)
+        copy_from = source.where(found, slot)
+        begin, copy_from = (x[writer].where(writer >= 0, x) for x in (begin, copy_from))
         self._state[:, slot] = torch.stack((last, begin, past + new, self._passes.expand_as(last)))
         self._lost_exact_keys |= (stored & ~found & (past % self._group > 0)).any()
         num_coded = begin.maximum(past - self._residual) // self._group * self._group
-        return Rings(slot, source.where(found, slot), num_coded)
+        return Rings(slot, copy_from, writer, num_coded)
 
     def check(self) -> None:
         """CacheError: a request that ended in an open group was not known. It waits for the device."""

@@ -208,7 +208,7 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
             )
     blank, index = torch.zeros(7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64)
     batch: Any = SimpleNamespace(
-        stored=index, is_blank=blank, sinks=index.expand(2, -1), ring_copies=index[:1].expand(2, 1)
+        stored=index, is_blank=blank, sinks=index.expand(2, -1), ring_copies=index[:1].expand(4, 1)
     )
     paged_kernels.prepare(key, key, stored[:, :4], stored, batch)
     paged_kernels.gather(key, stored.flatten(0, 1), torch.ones(32, dtype=torch.bool), index[:1].expand(32))

@@ -23,10 +23,12 @@ from kvcli.artifact.recipe import Recipe
 from kvcli.attention.graphs import Graphs
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.paged import attention as paged_attention
+from kvcli.paged.batch import Batch
 from kvcli.paged.captured import CapturedPasses
 from kvcli.paged.model import PagedModel, open_pages
 from kvcli.paged.pages import LayerEncoder
 from kvcli.paged.requests import PassInputs, ScheduledRequest
+from kvcli.paged.rings import ResidualRings
 from kvcli.registry import get_method, parse_method
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "klt-tcq", "commvq", "blockgtq", "oscar", "kvquant")
@@ -372,3 +374,31 @@ def test_numbers_that_codes_cannot_hold_are_refused(tiny_model: Any) -> None:
     tiny_model.model.layers[1].self_attn.v_proj.weight.data *= 1e7
     with pytest.raises(CacheError, match="values of layer 1 reach"), enabled(tiny_model, "turboquant-3"):
         pass
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("name", ["turboquant-3", "kivi-2"])
+def test_no_code_of_a_pass_is_read_in_it(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request joins whose last page is filled by another one in that pass: as in the next, codes written or not."""
+    text = [(7919 * i + 11) % 90 + 3 for i in range(64)]
+    read = ScheduledRequest(text[:63], 0, 0, [0, 1], 1)
+    fill, join = ScheduledRequest(text[63:], 63, 0, [0, 1], 1), ScheduledRequest([5], 64, 0, [0, 1, 2], 2)
+
+    def logits(late: bool, passes: list[list[ScheduledRequest]]) -> torch.Tensor:
+        of = Batch.of.__func__  # type: ignore[attr-defined]
+        with (
+            enabled(make_model("llama"), name, impl=impl, size=32, sink_length=2, residual_length=32) as paged,
+            monkeypatch.context() as patch,
+        ):
+            rings = ResidualRings(paged.num_rings, 32, paged.layout[0].group, paged.device)
+            how = {"null_page": paged.num_pages, "rings": rings}
+            patch.setattr(Batch, "of", classmethod(lambda cls, *args, **named: of(cls, *args, **{**named, **how})))
+            if late:
+                patch.setattr(paged_attention, "run_beside", lambda device, first, then: [then(), first()])
+            seen = [paged.run(requests)[0] for requests in passes]
+            return torch.stack([seen[-1], paged.run([ScheduledRequest([7], 65, 0, [0, 1, 2], 2)])[0]])
+
+    expected = logits(False, [[read], [fill], [join]])
+    found = [logits(late, [[read], [join, fill]]) for late in (False, True)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)

@@ -62,6 +62,27 @@ def test_a_request_that_goes_back_has_no_recent_tokens() -> None:
     assert advance(windows, (1, [1], 12, 1))[0][2] == 12
 
 
+@pytest.mark.parametrize("group", [1, 16])
+def test_a_request_goes_on_from_a_page_that_is_filled_in_the_same_pass(group: int) -> None:
+    """With the ring of the one that fills it, wherever that came from, and as in the next pass."""
+    ends = []
+    for together in (True, False):
+        windows = windows_of(4, residual_length=20, group=group)
+        ((ring, _, _),) = advance(windows, (-1, [1, 3], 0, PAGE + 15))
+        writer, reader = (3, [3], PAGE + 15, 1), (3, [6], 2 * PAGE, 1)
+        if together:
+            (_, source, closed) = advance(windows, reader, writer)[0]
+        else:
+            advance(windows, writer)
+            ((_, source, closed),) = advance(windows, reader)
+        assert source == ring
+        ends.append((closed, advance(windows, (6, [6], 2 * PAGE + 1, 1))[0][2]))
+    assert ends[0] == ends[1] == (12 // group * group, 13 // group * group)
+    windows = windows_of(4)
+    advance(windows, (-1, [3], 0, 15))
+    assert advance(windows, (3, [3], 15, 1), (3, [], 16, 1))[1][1] == 0, "what is not stored has no ring"
+
+
 def test_what_a_page_held_before_is_not_taken_for_what_it_holds() -> None:
     """Page 3 is full, freed, and written by another request in the same pass as a third one reads it, or before."""
     for together in (True, False):
