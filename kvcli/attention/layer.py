@@ -14,7 +14,7 @@ from kvcli.attention.reference import merge_state
 from kvcli.cache.forward import CodeRun, Forward
 from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.cache.ranges import Note
-from kvcli.kernels.streams import run_beside
+from kvcli.kernels.streams import beside
 from kvcli.methods.base import without_autocast
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.seam.layer import AttentionCall
@@ -120,11 +120,7 @@ def flush_layer(
     what, codec, device = f"layer {layer_idx}", store.codec, store.keys.device
     note_keys = Note(forward.ranges, f"{what}: keys", codec.key)
     note_values = Note(forward.ranges, f"{what}: values", codec.value)
-    encode_values = partial(store.encode_values, forward, note_values)
-    encode_keys = partial(store.encode_keys, forward, backend.unrotate, note_keys)
-    if new_tokens < _MIN_SIDE_STREAM_TOKENS:
-        encode_values()
-        encode_keys()
-    else:
-        run_beside(device, encode_values, encode_keys)
+    side = None if new_tokens < _MIN_SIDE_STREAM_TOKENS else device
+    with beside(side, partial(store.encode_values, forward, note_values)):
+        store.encode_keys(forward, backend.unrotate, note_keys)
     store.shrink(forward)

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 
 
-def run_beside(device: torch.device, first: Callable[[], None], then: Callable[[], None]) -> None:
-    """`first` on a CUDA stream of its own while `then` runs on the current one; both have ended after it.
+@contextmanager
+def beside(device: torch.device | None, work: Callable[[], None], branch: int = 0) -> Iterator[Callable[[], None]]:
+    """Runs `work` on a CUDA stream of its own while the block runs on the current one; both have ended after it.
 
-    Neither may read what the other writes. What is allocated on the side stream can be reused by it only: nothing of it
-    may be kept. What it reads is not freed before it has ended, or the current stream could allocate the same memory.
-    On a CPU one runs after the other.
+    Yields what lets the current stream wait for `work` before the end. Neither may read what the other writes before
+    that. What is allocated on the side stream can be reused by it only: nothing of it may be kept. What it reads is not
+    freed before it has ended, or the current stream could allocate the same memory.
+
+    Args:
+        device: None, or a CPU: the block runs after `work`.
+        branch: streams of other branches run beside this one, too.
     """
-    if device.type != "cuda":
-        first()
-        return then()
-    current = torch.cuda.current_stream(device)
-    side = _side_stream_of(current)
+    if not _has_streams(device):
+        work()
+        yield lambda: None
+        return
+    current: torch.cuda.Stream = torch.cuda.current_stream(device)
+    side = _side_stream_of(current, branch)
     side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
-            first()
-        then()
+            work()
+        yield partial(current.wait_stream, side)
     finally:
         current.wait_stream(side)
 
 
+class Mark:
+    """A place among the work of one stream that others wait for; arguments as of `beside`."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._event = torch.cuda.Event() if _has_streams(device) else None
+
+    def set(self) -> None:
+        """It is here, in the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """What follows in the current stream begins after it."""
+        if self._event is not None:
+            self._event.wait()
+
+
+def _has_streams(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
+
+
 @cache
-def _side_stream_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The side stream of a stream; its kernels start as soon as multiprocessors are free."""
+def _side_stream_of(stream: torch.cuda.Stream, branch: int) -> torch.cuda.Stream:
+    """A side stream of a stream; its kernels start as soon as multiprocessors are free."""
     return torch.cuda.Stream(stream.device, priority=-1)

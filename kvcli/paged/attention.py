@@ -8,7 +8,6 @@ the method's kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from torch import Tensor
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import PREFILL_THRESHOLD, merge_state, partial_attention
 from kvcli.errors import UsageError
-from kvcli.kernels.streams import run_beside
+from kvcli.kernels.streams import Mark, beside
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
 from kvcli.paged import reference
 from kvcli.paged.batch import Batch, UniformBatch
 from kvcli.paged.pages import LayerEncoder, NewCodes
+from kvcli.rope import Rotation
 
 
 class Page:
@@ -106,42 +106,54 @@ class PagedAttention:
         full_precision: Any = reference
         if self.backend.impl == "fused":
             from kvcli.paged import kernels as full_precision
-        # all is stored before any is read: a request may share pages that another one fills in this pass
-        stored_key, stored_value = full_precision.prepare(key, value, sinks, self.rings, batch)
-        encode = partial(self._encode, page, pages, batch, key, stored_key, stored_value, full_precision)
-        key, value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
-        attend = partial(self._attend, keys, values, sinks, batch, query, key, value, output, full_precision)
-        if batch.encodes_beside:
-            run_beside(pages.device, encode, attend)
-        else:
-            encode()
-            attend()
+        side = pages.device if batch.encodes_beside else None
+        rotation = batch.rotation if self.encoder.codec.needs_rotations else None  # of all layers, on this stream
+        prepared = Mark(side)
+
+        def encode() -> None:
+            stored_key, stored_value = full_precision.prepare(key, value, sinks, self.rings, batch)
+            prepared.set()
+            self._encode(page, pages, batch, rotation, key, stored_key, stored_value, full_precision)
+
+        # without a side stream all is stored before any is read: a request may share pages that another one fills
+        with beside(side, encode):
+            new_key, new_value = (x if x.dtype == self.rings.dtype else x.to(self.rings.dtype) for x in (key, value))
+            self._attend(keys, values, sinks, batch, query, new_key, new_value, output, side, prepared, full_precision)
 
     def _attend(
         self, keys: Codes, values: Codes, sinks: Tensor, batch: Batch, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, full_precision: Any,
+        output: Tensor, side: torch.device | None, prepared: Mark, full_precision: Any,
     ) -> None:  # fmt: skip
-        """Writes attention of all new tokens to `output`, and new tokens to the rings."""
+        """Writes attention of all new tokens to `output`, and new tokens to the rings, which are `prepared`."""
         for part in batch.parts:
-            states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
-            new = part.tokens.shape[1] < PREFILL_THRESHOLD
-            full_precision.attend(
-                query, key, value, sinks, self.rings, part, batch.recent, states, self.scaling, self.soft_cap,
-                self.sink_logits, output, new=new,
-            )  # fmt: skip
+            (requests, count), (heads, head_dim) = part.tokens.shape, query.shape[1:]
+            exact = [query.new_empty(requests, heads, count, *x, dtype=torch.float32) for x in ((head_dim,), ())]
+
+            def attend(part: UniformBatch = part, exact: list[Tensor] = exact) -> None:
+                prepared.wait()
+                full_precision.attend(
+                    query, key, value, sinks, self.rings, part, batch.recent, exact, self.scaling, self.soft_cap,
+                    new=part.tokens.shape[1] < PREFILL_THRESHOLD,
+                )  # fmt: skip
+
+            with beside(side, attend, branch=1) as wait:
+                states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
+                wait()
+                full_precision.merge(part, exact, states, self.sink_logits, output)
 
     def _encode(
-        self, page: Page, pages: Tensor, batch: Batch, new: Tensor, key: Tensor, value: Tensor, full_precision: Any
-    ) -> None:
+        self, page: Page, pages: Tensor, batch: Batch, rotation: Rotation | None, new: Tensor, key: Tensor,
+        value: Tensor, full_precision: Any,
+    ) -> None:  # fmt: skip
         """Writes the codes of keys and values into their pages; `new` are all new keys."""
         if not len(key):
             return
         codes = [NewCodes(batch.dst_page, batch.dst_offset, page.values, self.encoder.encode_values(value))]
         if page.group == 1:
-            codes.append(replace(codes[0], layout=page.keys, codes=self.encoder.encode_keys(key, batch.rotation)))
+            codes.append(replace(codes[0], layout=page.keys, codes=self.encoder.encode_keys(key, rotation)))
         elif (groups := batch.groups) is not None:
             tokens = full_precision.gather(new, self.rings.flatten(0, 1), groups.is_new, groups.token)
-            keys = self.encoder.encode_keys(tokens, batch.rotation)
+            keys = self.encoder.encode_keys(tokens, rotation)
             codes.append(NewCodes(groups.page, groups.place, page.keys, keys))
         full_precision.put(pages, *codes)
 

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
@@ -89,7 +90,7 @@ class Batch:
         is_blank: which of these are sinks or not stored, boolean [stored]; their codes, which nobody reads, are those
             of zeros.
         dst_page, dst_offset: where these go, int64 [stored].
-        rotation: RoPE of these, float32.
+        rope, positions: of these, int64 [1, stored].
         groups: None where each key is encoded alone, or no group becomes whole.
         sinks: of new tokens that are sinks, page and place, of others below 0, int64 [2, tokens].
         recent: ring slot of each new token, -1 if a later one overwrites it, int64 [1, tokens].
@@ -103,12 +104,18 @@ class Batch:
     is_blank: Tensor | None
     dst_page: Tensor
     dst_offset: Tensor
-    rotation: Rotation
+    rope: Rope
+    positions: Tensor
     groups: Groups | None
     sinks: Tensor
     recent: Tensor
     ring_copies: Tensor
     encodes_beside: bool = False
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """RoPE of the tokens that are encoded, float32."""
+        return self.rope.rotation(self.positions, torch.float32)
 
     @classmethod
     def of(
@@ -126,6 +133,7 @@ class Batch:
         null_page: int | None = None,
         most_rows: int = sys.maxsize,
         has_codes: bool = True,
+        fused: bool = False,
     ) -> Self:
         """The batch of requests of which each has its new tokens side by side, one request after another.
 
@@ -141,7 +149,11 @@ class Batch:
                 can be captured if all have as many new tokens; None: that is left out.
             most_rows: requests of a part at most.
             has_codes: False if no request has earlier tokens.
+            fused: whether kernels find what is captured, where each request has one new token.
         """
+        if fused and null_page is not None and {*query_lens} == {1}:
+            places = null_page, page_size, group, sinks
+            return cls._decoding(seq_lens, block_table, slot_mapping, rope, rings, *places, most_rows, has_codes)
         device, size, lengths, slots = block_table.device, page_size, seq_lens.long(), slot_mapping.long()
         counts, table = query_lens, block_table
         if not all(counts):
@@ -204,13 +216,49 @@ class Batch:
             is_blank if stored is None or is_blank.any() else None,
             dst_page,
             dst_offset,
-            rope.rotation(dst_position.unsqueeze(0), torch.float32),
+            rope,
+            dst_position.unsqueeze(0),
             whole if whole is not None and len(whole.page) else None,
             new_sinks,
             recent.unsqueeze(0),
             torch.stack((mine.copy_from, mine.ring, token, slot_place)),
             encodes_beside=null_page is not None and max(counts) == 1 and ring >= group,
         )
+
+    @classmethod
+    def _decoding(
+        cls, seq_lens: Tensor, table: Tensor, slots: Tensor, rope: Rope, rings: AssignedRings | ResidualRings,
+        null_page: int, page_size: int, group: int, sinks: int, most_rows: int, has_codes: bool,
+    ) -> Self:  # fmt: skip
+        """That of `of` where each request has one new token, found by kernels."""
+        from kvcli.paged.batch_kernels import place
+
+        mine, pages = rings.advance_decoding(seq_lens, table, slots, page_size), table.int()
+        out, is_blank, is_new, token = place(
+            seq_lens, slots, mine.ring, mine.copy_from, mine.writer, null_page,
+            page_size=page_size, group=group, sinks=sinks, ring_length=rings.length,
+        )  # fmt: skip
+        first = torch.arange(len(seq_lens), device=table.device).unsqueeze(1)
+        rotations = TokenRotations.first(rope, table.shape[1] * page_size, table.device)
+        num_coded = mine.num_coded.int()
+        parts = [
+            UniformBatch(
+                tokens=first[of],
+                first=of.start,
+                num_computed_tokens=out[0, of],
+                num_coded=num_coded[of],
+                ring_slots=mine.ring[of],
+                pages=PageTable(pages[of], page_size),
+                rotations=rotations,
+                has_codes=has_codes,
+            )
+            for of in (slice(i, i + most_rows) for i in range(0, len(seq_lens), most_rows))
+        ]
+        groups = Groups(out[10], out[11], is_new, token) if group > 1 else None
+        beside = rings.length >= group
+        return cls(
+            parts, None, is_blank, out[1], out[2], rope, out[:1], groups, out[3:5], out[5:6], out[6:10], beside
+        )  # fmt: skip
 
 
 def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:

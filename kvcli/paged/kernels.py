@@ -20,14 +20,13 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["table_row", "count", "new"])
 def _attend_full_precision_kernel(
-    query, key, value, sinks, rings, token, past, closed, slot, recent, table, other_out, other_lse, sink_logits, out,
+    query, key, value, sinks, rings, token, past, closed, slot, recent, table, out, lse,
     q_time, q_head, k_time, k_head, v_time, v_head, s_page, s_token, s_both, s_head, r_ring, r_token, r_both, r_head,
-    o_time, o_head, table_row, num_kv_heads, count, new, scaling,
+    table_row, num_kv_heads, count, new, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_OTHERS: tl.constexpr,
-    HAS_LOGITS: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q k^T scaling) v over sinks, ring and new tokens of a request, merged with (out, lse) of others.
+    """softmax(q k^T scaling) v over sinks, ring and new tokens of a request.
 
     STORE: then writes the new tokens to their places in the rings; one program must have all rows of a kv head.
 
@@ -41,9 +40,7 @@ def _attend_full_precision_kernel(
         past, slot: int64 [requests], earlier tokens and the ring; closed: int32 [requests], those read from codes.
         recent: int64 [tokens], places in all rings, below 0 for tokens that are not stored.
         table: int32 [requests, pages], stride table_row.
-        other_out, other_lse: float32 [requests, num_heads, count, D] and [requests, num_heads, count], if HAS_OTHERS.
-        sink_logits: [num_heads], if HAS_LOGITS.
-        out: [tokens, num_heads, D], written. q_, k_, v_, s_, r_, o_: strides.
+        out, lse: float32 [requests, num_heads, count, D] and [requests, num_heads, count], written. q_ to r_: strides.
     """
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -92,22 +89,9 @@ def _attend_full_precision_kernel(
         b_max, b_sum, b_acc = attend_tile(b_q, b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, False, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    if HAS_OTHERS:
-        pdl_wait()
-        row = (i_b * num_kv_heads * GROUPS + head) * count + time
-        b_other_lse = tl.load(other_lse + row, mask=m_m, other=float("-inf"))
-        b_other_out = tl.load(other_out + row[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
-        top = tl.maximum(b_lse, b_other_lse)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        w_exact, w_others = tl.exp(b_lse - top), tl.exp(b_other_lse - top)
-        total = tl.where(w_exact + w_others > 0, w_exact + w_others, 1.0)
-        b_out = (b_out * w_exact[:, None] + b_other_out * w_others[:, None]) / total[:, None]
-        b_lse = top + tl.log(total)
-    if HAS_LOGITS:
-        b_logit = tl.load(sink_logits + head, mask=m_m, other=0.0).to(tl.float32)
-        b_out *= tl.sigmoid(b_lse - b_logit)[:, None]
-    p_out = out + (at * o_time + head * o_head)[:, None] + o_d[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
+    row = (i_b * num_kv_heads * GROUPS + head) * count + time
+    tl.store(lse + row, b_lse, mask=m_m)
+    tl.store(out + row[:, None] * D + o_d[None, :], b_out, mask=m_q)
     if STORE:
         tl.debug_barrier()  # a new token may take the place of one that was attended to
         for i in range(count):
@@ -120,8 +104,7 @@ def _attend_full_precision_kernel(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch, recent: Tensor,
-    others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
-    output: Tensor, *, new: bool,
+    state: PartialAttention, scaling: float, soft_cap: float | None, *, new: bool,
 ) -> None:  # fmt: skip
     """As that of `kvcli.paged.reference`."""
     (requests, count), (_, heads, head_dim), kv_heads = part.tokens.shape, query.shape, key.shape[1]
@@ -129,7 +112,6 @@ def attend(
     if query.dtype != rings.dtype:
         query = query.to(rings.dtype)
     groups, table, tokens = heads // kv_heads, part.pages.table, part.tokens.contiguous()
-    out, lse = (query, query) if others is None else (x.contiguous() for x in others)
     width, exact = max(16, power_of_two(head_dim)), power_of_two(sinks.shape[1] + rings.shape[1] + count)
     tile = tile_for(groups * count, (width,) * 3, query.element_size(), query.device)
     if groups * count <= 16 and exact <= 128 >= width and query.element_size() == 2 and tile["BLOCK_N"] >= 64:
@@ -137,20 +119,70 @@ def attend(
     blocks = cdiv(groups * count, tile["BLOCK_M"])
     _attend_full_precision_kernel[(requests * kv_heads, blocks)](
         query, key, value, sinks, rings,
-        tokens, part.num_computed_tokens, part.num_coded, part.ring_slots, recent, table, out, lse,
-        query if sink_logits is None else sink_logits, output,
+        tokens, part.num_computed_tokens, part.num_coded, part.ring_slots, recent, table, *state,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *sinks.stride()[:4], *rings.stride()[:4],
-        *output.stride()[:2], table.stride(0), kv_heads, count, count if new else 0, scaling,
+        table.stride(0), kv_heads, count, count if new else 0, scaling,
         GROUPS=groups, D=head_dim, SINKS=sinks.shape[1], RING=rings.shape[1],
-        BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0, HAS_OTHERS=others is not None,
-        HAS_LOGITS=sink_logits is not None, STORE=rings.shape[1] > 0 and blocks == 1,
-        **({} if others is None else pdl_launch_options()),
+        BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0, STORE=rings.shape[1] > 0 and blocks == 1,
     )  # fmt: skip
     if rings.shape[1] and blocks > 1:
         _store_kernel[(tokens.numel(), 2)](
             key, value, rings, tokens, recent, *key.stride()[:2], *value.stride()[:2], *rings.stride()[1:4],
             D=head_dim, WIDTH=kv_heads * head_dim, BLOCK=_block(kv_heads * head_dim), num_warps=4,
         )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(
+    exact_out, exact_lse, other_out, other_lse, sink_logits, token, out, o_time, o_head, count,
+    HEADS: tl.constexpr, D: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_LOGITS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merges attention to exact tokens with that to others. Grid (requests * count, ceil(HEADS / BLOCK_H)).
+
+    Args:
+        exact_out, exact_lse, other_out, other_lse: float32 [requests, HEADS, count, D] and [requests, HEADS, count];
+            the latter two, if HAS_OTHERS.
+        sink_logits: [HEADS], if HAS_LOGITS.
+        token: int64 [requests, count], places of new tokens in the pass.
+        out: [tokens, HEADS, D], strides o_, written.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_d = tl.arange(0, BLOCK_D)
+    m_h, m = head < HEADS, (head < HEADS)[:, None] & (o_d < D)[None, :]
+    row = (i // count * HEADS + head) * count + i % count
+    at = row[:, None] * D + o_d[None, :]
+    b_lse, b_out = tl.load(exact_lse + row, mask=m_h, other=0.0), tl.load(exact_out + at, mask=m, other=0.0)
+    if HAS_OTHERS:
+        b_other_lse = tl.load(other_lse + row, mask=m_h, other=0.0)
+        b_other_out = tl.load(other_out + at, mask=m, other=0.0)
+        top = tl.maximum(b_lse, b_other_lse)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        w_exact, w_others = tl.exp(b_lse - top), tl.exp(b_other_lse - top)
+        total = tl.where(w_exact + w_others > 0, w_exact + w_others, 1.0)
+        b_out = (b_out * w_exact[:, None] + b_other_out * w_others[:, None]) / total[:, None]
+        b_lse = top + tl.log(total)
+    if HAS_LOGITS:
+        b_logit = tl.load(sink_logits + head, mask=m_h, other=0.0).to(tl.float32)
+        b_out *= tl.sigmoid(b_lse - b_logit)[:, None]
+    p_out = out + tl.load(token + i) * o_time + (head * o_head)[:, None] + o_d[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m)
+
+
+def merge(
+    part: UniformBatch, exact: PartialAttention, others: PartialAttention | None, sink_logits: Tensor | None,
+    output: Tensor,
+) -> None:  # fmt: skip
+    """As that of `kvcli.paged.reference`."""
+    (_, heads, count, head_dim), tokens = exact[0].shape, part.tokens.contiguous()
+    block_h = min(8, power_of_two(heads))
+    _merge_kernel[(tokens.numel(), cdiv(heads, block_h))](
+        *exact, *(exact if others is None else [x.contiguous() for x in others]),
+        exact[1] if sink_logits is None else sink_logits, tokens, output, *output.stride()[:2], count,
+        HEADS=heads, D=head_dim, HAS_OTHERS=others is not None, HAS_LOGITS=sink_logits is not None,
+        BLOCK_H=block_h, BLOCK_D=power_of_two(head_dim), num_warps=4,
+    )  # fmt: skip
 
 
 def _block(width: int) -> int:

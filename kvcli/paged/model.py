@@ -238,6 +238,7 @@ class PagedModel:
                 null_page=null_page,
                 most_rows=most_rows(length, spec.num_heads),
                 has_codes=inputs.has_codes,
+                fused=self.session.backend.impl == "fused",
             )
         logits: Tensor = self.session.model(
             input_ids=inputs.tokens.unsqueeze(0),

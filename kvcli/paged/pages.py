@@ -128,11 +128,13 @@ class LayerEncoder:
         keys = PageFields(codec.key, self._key_dtype, device, page_size)
         return keys, PageFields(codec.value, self._dtype, device, page_size, keys.stop)
 
-    def encode_keys(self, keys: Tensor, rotation: Rotation) -> Codes:
-        """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim]; `rotation` is RoPE of the tokens, float32."""
-        return _encode(
-            self._notes[0], self.codec.encoder_input(keys.transpose(0, 1).unsqueeze(0), rotation, self._unrotate)
-        )
+    def encode_keys(self, keys: Tensor, rotation: Rotation | None) -> Codes:
+        """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim].
+
+        `rotation` is RoPE of the tokens, float32, if `codec.needs_rotations`.
+        """
+        x = keys.transpose(0, 1).unsqueeze(0)
+        return _encode(self._notes[0], x if rotation is None else self.codec.encoder_input(x, rotation, self._unrotate))
 
     def encode_values(self, values: Tensor) -> Codes:
         """Codes of values [tokens, num_kv_heads, head_dim]."""

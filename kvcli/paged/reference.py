@@ -17,19 +17,17 @@ from kvcli.paged.pages import NewCodes
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, part: UniformBatch, recent: Tensor,
-    others: PartialAttention | None, scaling: float, soft_cap: float | None, sink_logits: Tensor | None,
-    output: Tensor, *, new: bool,
+    state: PartialAttention, scaling: float, soft_cap: float | None, *, new: bool,
 ) -> None:  # fmt: skip
-    """Writes attention of the new tokens of a part to its exact earlier tokens, merged with that to others; then
-    writes the new tokens to the rings.
+    """Writes attention of the new tokens of a part to its exact earlier tokens to `state`, then the new tokens to the
+    rings.
 
     Args:
         query: of all new tokens, [tokens, num_heads, head_dim].
         key, value: the same of kv heads, in the dtype of the rings.
         recent: as of `Batch`.
-        others: attention to other tokens, float32 [requests, num_heads, count, ...].
-        soft_cap, sink_logits: as of `PagedAttention`.
-        output: [tokens, num_heads, head_dim], written.
+        state: float32 [requests, num_heads, count, head_dim] and [requests, num_heads, count], written.
+        soft_cap: as of `PagedAttention`.
         new: whether new tokens are attended to as well, each to those up to itself.
     """
     visible = part.visible(sinks.shape[1], rings.shape[1])
@@ -43,13 +41,28 @@ def attend(
         causal = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
         visible = torch.cat((visible.expand(-1, count, -1), causal.expand(len(visible), -1, -1)), 2)
     keys, values = full_precision.permute(2, 0, 3, 1, 4)
-    state = partial_attention(part.of(query).transpose(1, 2), keys, values, visible, scaling, soft_cap)
-    out, lse = state if others is None else merge_state(state, others)
+    found = partial_attention(part.of(query).transpose(1, 2), keys, values, visible, scaling, soft_cap)
+    for x, y in zip(state, found, strict=True):
+        x.copy_(y)
+    tokens = part.tokens.flatten()
+    _store(key[tokens], value[tokens], rings.flatten(0, 1), recent[:, tokens])
+
+
+def merge(
+    part: UniformBatch, exact: PartialAttention, others: PartialAttention | None, sink_logits: Tensor | None,
+    output: Tensor,
+) -> None:  # fmt: skip
+    """Writes attention of the new tokens of a part, that to exact tokens merged with that to others.
+
+    Args:
+        exact: as `attend` wrote it; others: the same of other tokens.
+        sink_logits: as of `PagedAttention`.
+        output: [tokens, num_heads, head_dim], written.
+    """
+    out, lse = exact if others is None else merge_state(exact, others)
     if sink_logits is not None:
         out = out * torch.sigmoid(lse - sink_logits.float()[:, None]).unsqueeze(-1)
     output[part.tokens] = out.transpose(1, 2).to(output.dtype)
-    tokens = part.tokens.flatten()
-    _store(key[tokens], value[tokens], rings.flatten(0, 1), recent[:, tokens])
 
 
 def prepare(key: Tensor, value: Tensor, sinks: Tensor, rings: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

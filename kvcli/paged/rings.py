@@ -50,6 +50,11 @@ class AssignedRings:
         num_coded = self._first_exact.maximum(past - self._residual) // self._group * self._group
         return Rings(self._rings, self._rings, torch.full_like(self._rings, -1), num_coded)
 
+    def advance_decoding(self, seq_lens: Tensor, table: Tensor, slots: Tensor, page_size: int) -> Rings:
+        """As that of `ResidualRings`."""
+        past = (seq_lens.long() - 1).clamp_min(0)
+        return self.advance(past, past, past, past, past)
+
 
 class ResidualRings:
     """Which ring is whose. Token t of a request is in place t % ring of its ring.
@@ -115,6 +120,13 @@ class ResidualRings:
         self._lost_exact_keys |= (stored & ~found & (past % self._group > 0)).any()
         num_coded = begin.maximum(past - self._residual) // self._group * self._group
         return Rings(slot, copy_from, writer, num_coded)
+
+    def advance_decoding(self, seq_lens: Tensor, table: Tensor, slots: Tensor, page_size: int) -> Rings:
+        """As `advance` in one launch, of requests with one new token each; arguments as of `Batch.of`."""
+        from kvcli.paged.batch_kernels import advance
+
+        lost, residual, group = self._lost_exact_keys, self._residual, self._group
+        return Rings(*advance(seq_lens, table, slots, page_size, self._state, self._passes, lost, residual, group))
 
     def check(self) -> None:
         """CacheError: a request that ended in an open group was not known. It waits for the device."""

@@ -190,6 +190,7 @@ def record(
 def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
     """Launches the kernels of exact tokens of an engine, with few and many tokens of a request."""
     from kvcli.methods.pages import PageTable
+    from kvcli.paged import batch_kernels
     from kvcli.paged import kernels as paged_kernels
     from kvcli.paged.batch import UniformBatch
     from kvcli.paged.pages import NewCodes
@@ -203,9 +204,11 @@ def launch_exact(page_size: int, spec: Any, dtype: torch.dtype) -> None:
         part = UniformBatch(torch.arange(count)[None], 0, row, row.int(), row, table, rotations, has_codes=True)
         others = torch.empty(1, spec.num_heads, count, spec.head_dim), torch.empty(1, spec.num_heads, count)
         for new, state in ((True, None), (False, others)):
-            paged_kernels.attend(
-                query, key, key, stored[:, :4], stored, part, row, state, 1.0, None, None, query, new=new
-            )
+            paged_kernels.attend(query, key, key, stored[:, :4], stored, part, row, others, 1.0, None, new=new)
+            paged_kernels.merge(part, others, state, None, query)
+    for some in (row, row.expand(70)):
+        batch_kernels.advance(some, table.table, some, page_size, row.expand(4, 3), row, row, 32, 32)
+    batch_kernels.place(row, row, row, row, row, 0, page_size=page_size, group=32, sinks=4, ring_length=63)
     blank, index = torch.zeros(7, dtype=torch.bool), torch.zeros(7, dtype=torch.int64)
     batch: Any = SimpleNamespace(
         stored=index, is_blank=blank, sinks=index.expand(2, -1), ring_copies=index[:1].expand(4, 1)

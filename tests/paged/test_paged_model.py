@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvcli.artifact.recipe import Recipe
 from kvcli.attention.graphs import Graphs
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.paged import attention as paged_attention
+from kvcli.paged.attention import PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.captured import CapturedPasses
 from kvcli.paged.model import PagedModel, open_pages
@@ -376,7 +378,22 @@ def test_numbers_that_codes_cannot_hold_are_refused(tiny_model: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=pytest.mark.kernels)])
+def encode_last(patch: pytest.MonkeyPatch) -> None:
+    """What is encoded beside attention is encoded as late as it may be."""
+    call, encode, waiting = PagedAttention.__call__, PagedAttention._encode, list[Callable[[], None]]()
+
+    def attend(self: Any, *args: Any) -> None:
+        call(self, *args)
+        waiting.pop()()
+
+    patch.setattr(PagedAttention, "__call__", attend)
+    patch.setattr(PagedAttention, "_encode", lambda *args: waiting.append(partial(encode, *args)))
+
+
+INTERPRETED = [pytest.mark.kernels, pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on a CPU")]
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=INTERPRETED)])
 @pytest.mark.parametrize("name", ["turboquant-3", "kivi-2"])
 def test_no_code_of_a_pass_is_read_in_it(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request joins whose last page is filled by another one in that pass: as in the next, codes written or not."""
@@ -394,7 +411,7 @@ def test_no_code_of_a_pass_is_read_in_it(name: str, impl: str, monkeypatch: pyte
             how = {"null_page": paged.num_pages, "rings": rings}
             patch.setattr(Batch, "of", classmethod(lambda cls, *args, **named: of(cls, *args, **{**named, **how})))
             if late:
-                patch.setattr(paged_attention, "run_beside", lambda device, first, then: [then(), first()])
+                encode_last(patch)
             seen = [paged.run(requests)[0] for requests in passes]
             return torch.stack([seen[-1], paged.run([ScheduledRequest([7], 65, 0, [0, 1, 2], 2)])[0]])
 

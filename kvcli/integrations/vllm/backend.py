@@ -119,6 +119,7 @@ class Tokens(AttentionMetadata):
             null_page=0 if self.is_decode else None,  # vLLM's own, which no request has
             most_rows=most_rows(table.shape[1] * size, layers.num_heads),
             has_codes=self.is_decode or bounds is None or bounds[: len(counts)].tolist() != counts,
+            fused=layers.backend.impl == "fused",
         )
 
 
