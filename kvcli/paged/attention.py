@@ -7,6 +7,7 @@ the method's kernels.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,17 +127,19 @@ class PagedAttention:
     ) -> None:  # fmt: skip
         """Writes attention of all new tokens to `output`, and new tokens to the rings, which are `prepared`."""
         for part in batch.parts:
-            (requests, count), (heads, head_dim) = part.tokens.shape, query.shape[1:]
-            exact = [query.new_empty(requests, heads, count, *x, dtype=torch.float32) for x in ((head_dim,), ())]
+            exact: list[Tensor] = []
 
             def attend(part: UniformBatch = part, exact: list[Tensor] = exact) -> None:
                 prepared.wait()
+                (requests, count), (_, heads, head_dim) = part.tokens.shape, query.shape
+                exact += (query.new_empty(requests, heads, count, *x, dtype=torch.float32) for x in ((head_dim,), ()))
                 full_precision.attend(
                     query, key, value, sinks, self.rings, part, batch.recent, exact, self.scaling, self.soft_cap,
-                    new=part.tokens.shape[1] < PREFILL_THRESHOLD,
+                    new=count < PREFILL_THRESHOLD,
                 )  # fmt: skip
 
-            with beside(side, attend, branch=1) as wait:
+            # in turn, prompts first have what `_states` needs in between
+            with nullcontext(attend) if side is None else beside(side, attend, branch=1) as wait:
                 states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
                 wait()
                 full_precision.merge(part, exact, states, self.sink_logits, output)

@@ -144,7 +144,8 @@ def advance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Ring, copy_from, writer and num_coded of `kvcli.paged.rings.Rings`, of requests with a new token each."""
     requests, rings = len(seq_lens), state.shape[1]
-    source, rank, begins, copied, ring, copy_from, writer = state.new_empty(7, requests)
+    rows = state.new_empty(7, requests + requests % 2)[:, :requests]  # aligned alike: no kernel for odd numbers
+    source, rank, begins, copied, ring, copy_from, writer = rows
     order, num_coded = state.new_empty(rings), seq_lens.new_empty(requests, dtype=torch.int32)
     _advance_kernel[(1,)](
         seq_lens, table, slots, state, passes, lost, source, rank, begins, copied, order, ring, copy_from, writer,
