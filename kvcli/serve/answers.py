@@ -180,7 +180,7 @@ class Form:
         id: of the request.
         chat: whether messages are answered, or a text is continued.
         count: answers to the request.
-        include_usage: whether a stream ends with the number of tokens.
+        include_usage: whether a stream ends with the number of tokens, which is null in events before.
     """
 
     id: str
@@ -233,7 +233,7 @@ class Form:
             value = [{"index": value["index"], **self._call(value)}]
         delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
         choice = self._choice({"delta": delta}, value, logprobs, finish_reason, index)
-        return self._body("chat.completion.chunk", [choice])
+        return self._body("chat.completion.chunk", [choice]) | ({"usage": None} if self.include_usage else {})
 
     def _choice(
         self, said: dict[str, Any], text: Any, logprobs: list[Any], finish_reason: str | None, index: int

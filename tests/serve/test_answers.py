@@ -316,6 +316,8 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     told += [*form.add(None, made.finish_reason, 0), *form.end(usage)]
     assert told.pop() == "data: [DONE]\n\n"
     events = [json.loads(event.removeprefix("data: ")) for event in told]
+    assert [event["usage"] for event in events] == [None] * (len(events) - 1) + [usage]
+    assert "usage" not in FORMS[0].chunk(None)
     if not form.chat:
         whole = Completion.model_validate(json.loads(json.dumps(body)))
         assert whole.choices[0].text == text
