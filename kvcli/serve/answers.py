@@ -65,23 +65,35 @@ class Answer:
     finish_reason: str | None = None
     echo: str | None = None
     _held: str = ""
+    _length: int = 0
     _num_calls: int = 0
     _pieces: list[Piece] = field(default_factory=list)
     _unparsed: str = ""
     _end: str = ""
     _kind: str = ""
     _text: Detokenizer = field(init=False)
+    _offsets: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
         if self.echo is not None:
             self._pieces.append(("content", self.echo))
+            self._length = len(self.echo)
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Takes those of the next tokens of the prompt, which are sent with the first token of the answer."""
         if logprobs and logprobs[0].logprob is None:  # the first one, which is read again where the rotation changes
             self._pieces = [piece for piece in self._pieces if piece[0] != "logprobs"]
-        self._pieces.append(("logprobs", [self._logprob(x) for x in logprobs]))
+            self._offsets = self._offsets_of_prompt()
+        self._pieces.append(("logprobs", [self._logprob(x, next(self._offsets)) for x in logprobs]))
+
+    def _offsets_of_prompt(self) -> Iterator[int]:
+        """Characters before each token of the prompt, of which tokens that the tokenizer puts before it have none."""
+        before = len(self.tokenizer.decode(self.prompt)) - len(self.echo or "")
+        text, length = Detokenizer(self.tokenizer, skip_special_tokens=False), 0
+        for token in self.prompt:
+            yield max(0, length - max(0, before))
+            length += len(text.add([token]))
 
     def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, is_over: bool = False) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has.
@@ -94,7 +106,7 @@ class Answer:
             self.num_tokens += 1
             ended = token in self.ends
             if logprob is not None and (not ended or self.echo is not None):
-                self._pieces.append(("logprobs", [self._logprob(logprob)]))
+                self._pieces.append(("logprobs", [self._logprob(logprob, self._length)]))
             if not ended or self.parser is not None:
                 self._end = self.tokenizer.decode([token]) if ended else ""
                 self._add(self._text.add([token]))
@@ -106,17 +118,17 @@ class Answer:
         self._pieces.clear()
         return self.finish_reason is not None
 
-    def _logprob(self, made: TokenLogprob) -> dict[str, Any]:
-        """An entry of OpenAI's; a token that is no whole text has no bytes."""
+    def _logprob(self, made: TokenLogprob, offset: int) -> dict[str, Any]:
+        """An entry of OpenAI's, and characters before the token; one that is no whole text has no bytes."""
         entries = list[dict[str, Any]]()
         for token, logprob in [(made.token, made.logprob), *made.top]:
             text = str(self.tokenizer.decode([token]))
             entries.append({"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]})
-        return {**entries[0], "top_logprobs": entries[1:]}
+        return {**entries[0], "top_logprobs": entries[1:], "text_offset": offset}
 
     def _add(self, text: str) -> None:
         """Sends text, but for an end of it that may be the beginning of a stop string."""
-        text = self._held + text
+        self._length, text = self._length + len(text), self._held + text
         if found := [(i + len(stop), i) for stop in self.stop if (i := text.find(stop)) >= 0]:
             self._held = text[: min(found)[1]]  # of the one that is whole first, however the text came in pieces
             self._finish("stop")
@@ -240,9 +252,10 @@ class Form:
     ) -> dict[str, Any]:
         told: dict[str, Any] | None = None
         if logprobs and self.chat:
-            told = {"content": logprobs, "refusal": None}
+            told = {"content": [{k: x[k] for k in x if k != "text_offset"} for x in logprobs], "refusal": None}
         elif logprobs:
-            told = {"tokens": [x["token"] for x in logprobs], "token_logprobs": [x["logprob"] for x in logprobs]}
+            names = {"text_offset": "text_offset", "tokens": "token", "token_logprobs": "logprob"}
+            told = {name: [x[key] for x in logprobs] for name, key in names.items()}
             told["top_logprobs"] = [None if x["logprob"] is None else _by_text(x["top_logprobs"]) for x in logprobs]
         choice = said if self.chat else {"text": text}
         return {"index": index, **choice, "logprobs": told, "finish_reason": finish_reason}

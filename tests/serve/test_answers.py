@@ -14,6 +14,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from spm_tokenizer import spm_tokenizer, tokens
 from transformers.cli.serving import utils
 
 from kvcli.serve.answers import Answer, Form, Piece, TokenLogprob, response_parser, usage_of
@@ -362,3 +363,22 @@ def test_an_echo_tells_of_each_token_once_also_of_the_last() -> None:
     assert choice["text"] == "Hio"
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -4.0]
     assert [x and max(x.values()) for x in choice["logprobs"]["top_logprobs"]] == [None, -0.5, -0.25, -0.125]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("echo", "offsets"), [("<s>é x", [0, 3, 3, 4]), ("é x", [0, 0, 0, 1]), (None, [])])
+def test_where_the_text_of_each_token_begins(echo: str | None, offsets: list[int]) -> None:
+    """A character of several tokens begins with the first; what the tokenizer puts before a prompt has no text."""
+    tokenizer, e, pieces = spm_tokenizer(), tokens(*(f"<0x{x:02X}>" for x in "é".encode())), list[Piece]()
+    prompt, text = [*tokens("<s>"), *e, *tokens("▁x")], [*tokens("▁Paris"), *e, *tokens("▁is")]
+    made = Answer(tokenizer, len(text), [], (), None, pieces.append, prompt, echo=echo)
+    if echo is not None:
+        told = [TokenLogprob(x, -1.0 if i else None, []) for i, x in enumerate(prompt)]
+        made.add_prompt_logprobs(told[:3])
+        made.add_prompt_logprobs(told[3:])
+    for token in text:
+        made.feed([token], TokenLogprob(token, -1.0, []))
+    choice = Form("cmpl-1", "m", False).whole([(pieces, "length")], {})["choices"][0]
+    start = len(echo or "")
+    assert choice["text"] == (echo or "") + " Parisé is"
+    assert choice["logprobs"]["text_offset"] == [*offsets, *(start + x for x in (0, 6, 6, 7))]

@@ -79,6 +79,7 @@ def test_log_probabilities_are_those_of_the_model(exact: Served, stream: bool) -
         rows = exact.loaded.model(sequence[None], use_cache=False).logits[0, -7:-1].log_softmax(-1)
     expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
     assert [x.logprob for x in entries] == pytest.approx(expected, abs=1e-4)
+    assert not any("text_offset" in x.model_extra for x in entries)
     assert [x.token for x in entries] == [exact.loaded.tokenizer.decode([x]) for x in ids]
     for entry, row in zip(entries, rows, strict=True):
         assert [x.logprob for x in entry.top_logprobs] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
@@ -117,6 +118,7 @@ def test_a_prompt_is_echoed_with_its_probabilities(exact: Served, length: int, s
             assert [max(x.values()) for x in tops[1:]] == pytest.approx(rows.amax(-1).tolist(), abs=1e-4)
             assert [y for x in told for y in x.tokens] == [tokenizer.decode([x]) for x in sequence[0].tolist()]
             assert text == prompt + text_of(sequence[0, len(ids) :].tolist())
+            assert [y for x in told for y in x.text_offset][: len(ids) + 1] == [*range(len(ids) + 1)]
         if not stream:
             assert made.usage.prompt_tokens_details.cached_tokens == 0
 
