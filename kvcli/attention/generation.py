@@ -170,9 +170,14 @@ def prefill(
         all_logits: return those of all tokens that are read, [batch, time, vocab_size].
 
     Raises:
-        UsageError: padding that is not on the left, or no token that the cache does not hold.
+        UsageError: other shapes, a row without a token, padding that is not on the left, or nothing left to read.
         CacheError: a pass over the cache broke off.
     """
+    if ids.dim() != 2 or not len(ids) or (mask is not None and mask.shape != ids.shape):
+        shapes = " and ".join(str(list(x.shape)) for x in (ids, mask) if x is not None)
+        raise UsageError(f"input_ids and attention_mask are [batch, time] with one row or more, not {shapes}")
+    if mask is not None and not mask.any(1).all():
+        raise UsageError(f"row {int(mask.any(1).int().argmin())} has no token: its attention_mask is 0 everywhere")
     length = ids.shape[1] if mask is None else int(mask.sum(1).max())
     if cache.sequences.rope.changes(length):
         cache.reset()

@@ -268,8 +268,8 @@ class Session:
                 them, in place of `sampling`.
 
         Raises:
-            UsageError: other keywords, some beside `sampling`, or a cache twice; padding that is not on the left, a
-                cache that holds the whole prompt, no token to make, or `graphs` without a GPU.
+            UsageError: other keywords, some beside `sampling`, or a cache twice; other shapes, a row without a token,
+                padding not on the left, a cache of the whole prompt, no token to make, or `graphs` without a GPU.
             ModelError: logits that are not finite.
         """
         sampling = sampling_of(sampling, keywords)

@@ -291,8 +291,17 @@ def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.Monk
 def test_what_cannot_be_generated_is_refused() -> None:
     ids, _ = prompts(2, 12)
     right = torch.ones_like(ids)
-    right[0, -2:] = 0
+    right[0, -2:], empty = 0, torch.tensor([[1] * 12, [0] * 12])
     with attached("rtn") as session:
+        for x, mask, said in (
+            (ids, empty, "row 1 has no token: its attention_mask is 0 everywhere"),
+            (ids, right[:, :11], r"not \[2, 12\] and \[2, 11\]"),
+            (ids, torch.ones(2, 13, dtype=torch.int64), r"not \[2, 12\] and \[2, 13\]"),
+            (ids[:0], right[:0], r"one row or more, not \[0, 12\] and \[0, 12\]"),
+            (ids[0], None, r"not \[12\]"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                make(session, x, mask, 3, None)
         for mask, count, mode, said in (
             (right, 3, None, "left"),
             (None, 3, "graphs", "GPU"),
