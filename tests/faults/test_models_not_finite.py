@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
 from factories import load, make_model
-from tokenizers.processors import TemplateProcessing
 
 import kvcli
 from kvcli.attention.generation import SamplingConfig
@@ -92,19 +90,6 @@ def test_an_empty_prompt_is_said_or_refused() -> None:
     without.bos_token_id = without.eos_token_id = None
     with pytest.raises(UsageError, match="the prompt is empty"):
         prompt_ids(replace(loaded, tokenizer=without), "", chat=False)
-
-
-def test_a_prompt_is_not_ended_by_its_tokenizer() -> None:
-    """Fault: `add_eos_token` of a tokenizer, so that a model goes on with another text. Result: as without."""
-    tokenizer = byte_tokenizer()
-    loaded, plain = (
-        replace(load(make_model("llama", vocab_size=300)), tokenizer=tokenizer),
-        tokenizer("ab")["input_ids"],
-    )
-    pieces = {"single": "<s> $A </s>", "pair": "<s> $A $B", "special_tokens": [("<s>", 1), ("</s>", 2)]}
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
-    assert tokenizer("ab")["input_ids"] == [1, *plain, 2]
-    assert [prompt_ids(loaded, x, chat=False)[0].tolist() for x in ("ab", "")] == [[1, *plain], [1]]
 
 
 def test_a_token_without_an_embedding_and_a_chat_template_that_fails_are_one_line() -> None:

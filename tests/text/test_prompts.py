@@ -1,0 +1,22 @@
+"""Token ids of prompts are those that a text begins with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from byte_tokenizer import byte_tokenizer
+from factories import load, make_model
+from tokenizers.processors import TemplateProcessing
+
+from kvcli.text.prompts import prompt_ids
+
+
+def test_a_prompt_is_not_ended_by_its_tokenizer() -> None:
+    """Fault: `add_eos_token` of a tokenizer, so that a model goes on with another text. Result: as without."""
+    tokenizer = byte_tokenizer()
+    loaded = replace(load(make_model("llama", vocab_size=300)), tokenizer=tokenizer)
+    plain = tokenizer("ab")["input_ids"]
+    pieces = {"single": "<s> $A </s>", "pair": "<s> $A $B", "special_tokens": [("<s>", 1), ("</s>", 2)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
+    assert tokenizer("ab")["input_ids"] == [1, *plain, 2]
+    assert [prompt_ids(loaded, x, chat=False)[0].tolist() for x in ("ab", "")] == [[1, *plain], [1]]
