@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -143,9 +144,14 @@ class _Probe:
 
     def glance(self) -> None:
         """Refuses a model on the `meta` device for what a pass tells without numbers, as far as it gets."""
-        with torch.no_grad(), self._recording(), suppress(RuntimeError):  # where it reads numbers
+        with torch.no_grad(), self._recording(), _Zeros():
             tokens = torch.zeros(1, _FIRST, dtype=torch.int64, device="meta")
-            self._run(tokens, **with_cache(self.own_cache))
+            try:
+                self._run(tokens, **with_cache(self.own_cache))
+            except FAILURES as error:  # it needs numbers
+                if not self.recorder.calls:
+                    attention_of_config(self.model)  # which may know more of why
+                    raise NotUnderstood(f"it cannot be planned without its weights ({one_line(error)})") from error
             self._modules()
 
     def _modules(self) -> list[nn.Module]:
@@ -162,7 +168,7 @@ class _Probe:
         try:
             output = self.model(input_ids=tokens, **arguments)
         except FAILURES as error:
-            if isinstance(error, torch.OutOfMemoryError) or (tokens.is_meta and isinstance(error, RuntimeError)):
+            if isinstance(error, torch.OutOfMemoryError) or (tokens.is_meta and "meta" in str(error).lower()):
                 raise
             if ProbeTokens.__name__ in str(error):
                 field = " (num_kv_shared_layers)" if hasattr(self.config, "num_kv_shared_layers") else ""
@@ -267,6 +273,17 @@ class _Probe:
         return ModelAttention(
             tuple(x.layer for x in layers), tuple(modules), rope, spec, self.implementation, tuple(notes)
         )
+
+
+class _Zeros(TorchDispatchMode):
+    """On the `meta` device, a number that is read is 0, and experts take tokens of any dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

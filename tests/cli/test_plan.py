@@ -93,8 +93,11 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
 UNCOMPRESSED = {
     "bert": "encoder.layer.0.attention.self is not causal",
     "deepseek_v32": "no layer attends to the whole context with keys and values alone: indexed_attention in layers 0",
+    "dory": "it cannot run on a few tokens of text (RuntimeError: Attempting to broadcast",
     "falcon": "no attention in it goes through transformers' attention interface",
     "gemma4_assistant": "4 layers attend to what another one caches (num_kv_shared_layers)",
+    "jetmoe": "it cannot be planned without its weights (NotImplementedError: Cannot copy out of meta tensor",
+    "megatron-bert": "no attention in it goes through transformers' attention interface",
     "minimax": "it cannot run on a few tokens of text (ValueError: MiniMax uses cache of its own",
     "musicgen": "transformers makes no model of its config (AttributeError: 'MusicgenConfig' object has no",
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from families import tiny_config
 from matrix import ALL, TEXTS, TOKENIZERS, VERBS, records, row
+
+from kvcli.errors import KvcliError
+from kvcli.plan.memory import PlannedModel
+from kvcli.seam.probe import probe
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # types warn of their own configs
 
@@ -37,6 +44,16 @@ def test_cells_of_today(cells: Any) -> None:
 @pytest.mark.parametrize("cells", ALL, ids=str)
 def test_cells(cells: Any) -> None:
     check(*cells)
+
+
+def test_what_nothing_compresses_is_not_planned() -> None:
+    """A pass without numbers finds all that a pass with numbers does."""
+    planned = []
+    for model_type in {x["type"] for x in records() if x["what"] == "nothing"}:
+        with suppress(KvcliError):
+            probe(PlannedModel("tiny", tiny_config(model_type), torch.float32, torch.device("cpu")).empty)
+            planned.append(model_type)
+    assert planned == []
 
 
 def test_records_are_of_the_pinned_transformers(repo_root: Path) -> None:
