@@ -136,10 +136,12 @@ class _Probe:
                 modules = self._modules()
                 self.trial.check(recorded, logits, "its logits change by {} when its attention is called through us")
                 in_passes = self._check_layers(modules, tokens)
-        try:
-            self.trial.check(in_passes, logits, "")
-        except NotUnderstood:  # each layer of full attention was compared by itself
-            return replace(self._result(modules), drops_state=True)
+            try:
+                self.trial.check(in_passes, logits, "")
+            except NotUnderstood:  # each layer of full attention was compared by itself
+                from_zero = self._run(tokens, use_cache=False, **self._positions(tokens))
+                self.trial.check(from_zero, logits, "its own positions do not count from 0")
+                return replace(self._result(modules), drops_state=True)
         return self._result(modules)
 
     def glance(self) -> None:
@@ -205,19 +207,21 @@ class _Probe:
         outside = [x for x in find_decoder(self.model).modules() if not inside & {id(part) for part in x.modules()}]
         hooks: list[Any] = [module.register_forward_hook(self.trial.again, with_kwargs=True) for module in full]
         hooks += [module.register_forward_hook(self.recorder.note_rotary, with_kwargs=True) for module in outside]
-        logits, takes_positions = [], "position_ids" in inspect.signature(self.model.forward).parameters
+        logits = []
         try:
-            for part in (range(_FIRST), range(_FIRST, _TOKENS)):
+            for start, part in ((0, tokens[:, :_FIRST]), (_FIRST, tokens[:, _FIRST:])):
                 self.recorder.calls.clear()
                 self.recorder.rotary_calls.clear()
-                # some models count from 0 in every pass where positions are not given
-                positions = torch.tensor([part], device=tokens.device)
-                arguments = {"position_ids": positions} if takes_positions else {}
-                logits.append(self._run(tokens[:, positions[0]], **arguments, **with_cache(self.own_cache)))
+                logits.append(self._run(part, **self._positions(part, start), **with_cache(self.own_cache)))
         finally:
             for hook in hooks:
                 hook.remove()
         return torch.cat(logits, dim=1)
+
+    def _positions(self, tokens: Tensor, start: int = 0) -> dict[str, Any]:
+        """Where tokens stand: some models count from 0 in every pass where that is not given."""
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return {"position_ids": positions} if "position_ids" in inspect.signature(self.model.forward).parameters else {}
 
     def _is_full(self, module: nn.Module) -> bool:
         call = next(call for call in self.recorder.calls if call.module is module)

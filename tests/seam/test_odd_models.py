@@ -108,6 +108,13 @@ def test_a_model_that_drops_its_state_is_read_in_one_pass() -> None:
         logits(model, cache, 1)
 
 
+@pytest.mark.parametrize("family", ["camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta"])
+def test_positions_that_begin_after_that_of_padding_are_refused(family: str) -> None:
+    """Of decoders like RoBERTa: positions from 0, which all passes are given, are not those that it makes itself."""
+    with pytest.raises(UnsupportedModelError, match="its own positions do not count from 0"):
+        kvcli.attach(make(family, is_decoder=True), "fp16")
+
+
 def test_a_model_whose_config_counts_no_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="has no list of its decoder layers"):
         kvcli.attach(make("blt"), "fp16")
