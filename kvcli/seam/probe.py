@@ -146,10 +146,9 @@ class _Probe:
 
     def glance(self) -> None:
         """Refuses a model on the `meta` device for what a pass tells without numbers, as far as it gets."""
-        with torch.no_grad(), self._recording(), _Zeros():
-            tokens = torch.zeros(1, _FIRST, dtype=torch.int64, device="meta")
+        with torch.no_grad(), self._recording(), _Zeros():  # type: ignore[no-untyped-call]
             try:
-                self._run(tokens, **with_cache(self.own_cache))
+                self._run(torch.zeros(1, _FIRST, dtype=torch.int64, device="meta"), **with_cache(self.own_cache))
             except FAILURES as error:  # it needs numbers
                 if not self.recorder.calls:
                     attention_of_config(self.model)  # which may know more of why
