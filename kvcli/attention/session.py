@@ -168,10 +168,7 @@ class Session:
             ids = context.input_ids
             known: int = getattr(self.model.get_input_embeddings(), "num_embeddings", self.spec.vocab_size)
             if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-                highest = int(ids.max())
-                raise CacheError(
-                    f"it has token ids {int(ids.min())} to {highest}, but the model knows 0 to {known - 1}"
-                )
+                raise CacheError(f"it has token ids {ids.min()} to {ids.max()}, but the model knows 0 to {known - 1}")
         except CacheError as error:
             raise CacheError(f"{context.name} contradicts itself: {error}") from error
         return length
@@ -417,14 +414,12 @@ class Session:
             self.seam.current.rope = rope if rope.length is not None else None
         elif cache is not None or call["use_cache"]:
             # Phi-3's own generate drops its cache where a text grows over this length
-            limit, dropped = getattr(self.model.config, "original_max_position_embeddings", None), ""
-            if limit is not None:
-                dropped = (
-                    f"; its generate drops the cache where a text grows over {limit} tokens: session.generate does not"
-                )
+            limit = getattr(self.model.config, "original_max_position_embeddings", None)
+            note = f"; its generate drops the cache where a text grows over {limit} tokens: session.generate does not"
             raise CacheError(
                 f"while a model is attached, pass {CACHE_ARGUMENT}=session.new_cache() to it, a new one to each call "
-                f"of generate (whose guidance_scale is not supported) or of a pipeline, or use_cache=False{dropped}"
+                f"of generate (whose guidance_scale is not supported) or of a pipeline, or use_cache=False"
+                f"{'' if limit is None else note}"
             )
 
     def _check_drafts(self, cache: Any) -> None:
@@ -435,8 +430,7 @@ class Session:
     def _attend(self, call: AttentionCall) -> Tensor:
         if not isinstance(call.key, NewTokens):
             return call.exact()
-        backend = self.backends[call.layer.layer_idx]
-        query = call.query
+        backend, query = self.backends[call.layer.layer_idx], call.query
         # Triton launches on the current GPU, whatever its arguments are on
         elsewhere = query.is_cuda and query.device.index != torch.cuda.current_device()
         with torch.cuda.device(query.device) if elsewhere else nullcontext():

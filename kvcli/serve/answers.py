@@ -72,13 +72,10 @@ class Answer:
     _end: str = ""
     _kind: str = ""
     _text: Detokenizer = field(init=False)
-    _offsets: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=self.parser is None)
-        if self.echo is not None:
-            self._pieces.append(("content", self.echo))
-            self._length = len(self.echo)
+        self._piece("content", self.echo or "")
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Takes those of the next tokens of the prompt, which are sent with the first token of the answer."""
@@ -88,11 +85,11 @@ class Answer:
         self._pieces.append(("logprobs", [self._logprob(x, next(self._offsets)) for x in logprobs]))
 
     def _offsets_of_prompt(self) -> Iterator[int]:
-        """Characters before each token of the prompt, of which tokens that the tokenizer puts before it have none."""
-        before = len(self.tokenizer.decode(self.prompt)) - len(self.echo or "")
-        text, length = Detokenizer(self.tokenizer, skip_special_tokens=False), 0
+        """Characters of the echo before each token of the prompt; what the tokenizer puts before it has none."""
+        text = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        length = min(0, len(self.echo or "") - len(self.tokenizer.decode(self.prompt)))
         for token in self.prompt:
-            yield max(0, length - max(0, before))
+            yield max(0, length)
             length += len(text.add([token]))
 
     def feed(self, tokens: Iterable[int], logprob: TokenLogprob | None = None, is_over: bool = False) -> bool:
@@ -106,7 +103,7 @@ class Answer:
             self.num_tokens += 1
             ended = token in self.ends
             if logprob is not None and (not ended or self.echo is not None):
-                self._pieces.append(("logprobs", [self._logprob(logprob, self._length)]))
+                self._pieces.append(("logprobs", [self._logprob(logprob, self._length + len(self._held))]))
             if not ended or self.parser is not None:
                 self._end = self.tokenizer.decode([token]) if ended else ""
                 self._add(self._text.add([token]))
@@ -128,7 +125,7 @@ class Answer:
 
     def _add(self, text: str) -> None:
         """Sends text, but for an end of it that may be the beginning of a stop string."""
-        self._length, text = self._length + len(text), self._held + text
+        text = self._held + text
         if found := [(i + len(stop), i) for stop in self.stop if (i := text.find(stop)) >= 0]:
             self._held = text[: min(found)[1]]  # of the one that is whole first, however the text came in pieces
             self._finish("stop")
@@ -179,7 +176,7 @@ class Answer:
     def _piece(self, kind: str, text: str) -> None:
         """Appends text to the last piece if both are of one kind."""
         if text:
-            self._kind = kind
+            self._kind, self._length = kind, self._length + len(text)
             before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
             self._pieces.append((kind, before + text))
 
@@ -237,10 +234,9 @@ class Form:
 
     def chunk(self, piece: Piece | None, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
         """An event of a stream: a piece of an answer; without one its beginning, or its end."""
-        start: Piece = ("content", "")
-        kind, value = piece or start
-        logprobs = value if kind == "logprobs" else []
-        kind, value = start if logprobs else (kind, value)
+        logprobs = piece[1] if piece is not None and piece[0] == "logprobs" else []
+        said: Piece = ("content", "") if piece is None or logprobs else piece
+        kind, value = said
         if kind == "tool_calls":
             value = [{"index": value["index"], **self._call(value)}]
         delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
@@ -256,7 +252,9 @@ class Form:
         elif logprobs:
             names = {"text_offset": "text_offset", "tokens": "token", "token_logprobs": "logprob"}
             told = {name: [x[key] for x in logprobs] for name, key in names.items()}
-            told["top_logprobs"] = [None if x["logprob"] is None else _by_text(x["top_logprobs"]) for x in logprobs]
+            # of tokens with one text, such as parts of characters, the most probable one's
+            tops = [{y["token"]: y["logprob"] for y in reversed(x["top_logprobs"])} for x in logprobs]
+            told["top_logprobs"] = [None if x["logprob"] is None else y for x, y in zip(logprobs, tops, strict=True)]
         choice = said if self.chat else {"text": text}
         return {"index": index, **choice, "logprobs": told, "finish_reason": finish_reason}
 
@@ -267,11 +265,6 @@ class Form:
     def _call(self, call: Any) -> dict[str, Any]:
         function = {"name": call["name"], "arguments": call["arguments"]}
         return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
-
-
-def _by_text(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Log-probabilities by text; of tokens with one text, such as parts of characters, the most probable one's."""
-    return {x["token"]: x["logprob"] for x in reversed(entries)}
 
 
 def event(value: dict[str, Any], name: str | None = None) -> str:

@@ -221,7 +221,8 @@ class ResponseForm:
             "output": [*self._items] if reason is not None else [],
             "previous_response_id": None,
             "text": {"format": self.body.text.format.told()},
-            "usage": usage and _usage(usage),
+            # OpenAI's names here for what chat calls otherwise
+            "usage": usage and {x.replace("prompt", "input").replace("completion", "output"): usage[x] for x in usage},
             **said,
         }
 
@@ -275,14 +276,3 @@ class ResponseForm:
 
 def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": []} if part["type"] == "output_text" else {}
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's names here for what chat calls otherwise."""
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage["completion_tokens_details"],
-        "total_tokens": usage["total_tokens"],
-    }
