@@ -102,9 +102,11 @@ class ChunkStore:
 
         Raises:
             OSError: the disk is full of other things; nothing is left of the chunks that were not written.
-            ContextError: the index cannot be written.
+            ContextError: the index cannot be written, or a chunk is larger than the bound; then nothing goes.
         """
         used = used or used_now(x.key for x in chunks)
+        if (largest := max((len(x.data) for x in chunks), default=0)) > self.max_bytes:
+            raise ContextError(f"a chunk has {largest} bytes, more than the {self.max_bytes} of the whole store")
 
         def insert(kept: Sequence[Chunk], otherwise: str) -> list[Chunk]:
             rows = [(x.key, x.kind, len(x.data), x.plain_bytes, used[x.key], *(x.errors or (None, None))) for x in kept]

@@ -146,7 +146,7 @@ class Prefixes:
         return prefix
 
     def keep(self, prefix: Prefix) -> None:
-        """Keeps a cache in memory, in place of the least recently used ones if they need too much together."""
+        """Keeps a cache in memory if it fits, in place of the least recently used if they need too much together."""
         changed = prefix.cache.sequences.rope.frequencies() != prefix.identity.rope  # all was read anew
         if not self.reusable or not prefix.flushed or changed:
             return
@@ -155,7 +155,8 @@ class Prefixes:
         while len(ends) > 1 and own + sum(end.nbytes for end in ends.values()) > self._hot_bytes:
             del ends[min(ends)]
         prefix.used, prefix.nbytes = time.monotonic(), own + sum(end.nbytes for end in ends.values())
-        self.hot = sorted([*self.hot, prefix], key=lambda x: -x.used)
+        if prefix.nbytes <= self._hot_bytes:
+            self.hot = sorted([*self.hot, prefix], key=lambda x: -x.used)
         while self.hot_bytes > self._hot_bytes:
             self.hot.pop()
 

@@ -52,8 +52,9 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     store.touch(used_now([chunk(1).key]))
     ChunkStore(tmp_path, 3000).put([chunk(4)])
     assert files(tmp_path) == {chunk(x).key for x in (1, 3, 4)}
-    store.put([chunk(5, 4000)])  # more than the bound
-    assert files(tmp_path) == set()
+    with pytest.raises(ContextError, match="has 4000 bytes, more than the 3000 of the whole store"):
+        store.put([chunk(6), chunk(5, 4000)])
+    assert files(tmp_path) == {chunk(x).key for x in (1, 3, 4)}
     text = [chunk(x) for x in (9, 7, 8, 6, 5, 4)]
     store.put(text)
     assert files(tmp_path) == {x.key for x in text[:3]}  # what follows is not found without what is before

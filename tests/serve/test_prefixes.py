@@ -189,6 +189,8 @@ def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
         assert prefixes.hot_bytes <= prefixes._hot_bytes
     assert len(prefixes.hot) == 2
     assert answer(maker, prefixes, tokens(LONG, 4))[1].source == "hot"
+    assert answer(maker, prefixes, tokens(4 * LONG, 5))[1].nbytes > prefixes._hot_bytes  # makes no other one go
+    assert answer(maker, prefixes, tokens(LONG, 3))[1].source == "hot"
     assert answer(maker, prefixes, tokens(LONG, 0))[1].source == "none"
 
 
