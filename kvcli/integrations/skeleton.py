@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt
 def skeleton(config: Any) -> nn.Module:
     """The model of a transformers config on the device `meta`.
 
-    UnsupportedModelError: it is none of transformers' causal language models.
+    UnsupportedModelError: it is none of transformers' causal language models, or lacks what its RoPE needs.
     """
     from transformers import AutoModelForCausalLM
 
+    config = deepcopy(config)  # it may be an engine's, and name kernels of its own
+    config._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-    except (ValueError, AttributeError) as error:
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise UnsupportedModelError(f"model type '{config.model_type}': {error_text(error)[:200]}") from error
     return model
 

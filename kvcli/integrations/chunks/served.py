@@ -129,13 +129,16 @@ class Served:
             )
 
     @classmethod
-    def load(cls, settings: ChunkSettings) -> Served:
+    def load(cls, settings: ChunkSettings, model: str = "", config: Any = None) -> Served:
         """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
+
+        The settings' model comes before an engine's `model`, but an engine's `config` of transformers, which flags may
+        have changed, before the folder's.
 
         Raises:
             KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
         """
-        name, named = settings.model, (settings.method, settings.artifact, settings.recipe, settings.settings)
+        name, named = settings.model or model, (settings.method, settings.artifact, settings.recipe, settings.settings)
         choice = MethodChoice.of(*named).for_pages()
         if name in BUILTIN_MODELS:  # no other model is fetched as a whole
             folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
@@ -146,7 +149,7 @@ class Served:
         else:
             folder = download_config(name, settings.revision or None)
             weights = folder.name  # the commit
-        model_config, source = read_config(folder), dict[str, Any](weights=weights)
+        model_config, source = config or read_config(folder), dict[str, Any](weights=weights)
         spec, fitted = ModelSpec.from_config(model_config), None
         if choice.fitted is not None:
             fitted, source["artifact"] = choice.codecs(spec)[1], choice.fitted.metadata["files"]

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.runtime_context import get_server_args, process_model_config
 from torch import Tensor
 
 from kvcli.contexts.chunks import used_now
@@ -58,8 +59,13 @@ class KvcliStorage(HiCacheStorage):
         }.items():
             if on:
                 raise UsageError(f"{what} and a store of codes do not go together")
-        name = chosen.model or storage_config.model_name
-        self.served = Served.load(chosen.model_copy(update={"model": name}))
+        try:  # what SGLang hands over is the name that it serves the model by, if any
+            engines, config = get_server_args().model_path, process_model_config().hf_config
+        except ValueError:  # not in an engine's process
+            engines, config = storage_config.model_name, None
+        if not (name := chosen.model or engines):
+            raise UsageError('SGLang does not say which model it serves: say "model"')
+        self.served = Served.load(chosen, name, config)
         self.kind = f"{name} {self.served.label}"
         self._ranks = [storage_config.tp_rank, storage_config.tp_size]
         self.store = chosen.store()

@@ -6,6 +6,7 @@ vLLM's scheduler calls all methods of a tier, which must not wait: coding and fi
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ class KvcliTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, chosen = offloading_spec.config, TierSettings.read(settings)
-        served = Served.load(chosen.model_copy(update={"model": chosen.model or config.model.name}))
+        served = Served.load(chosen, config.model.name, _config_of_engine())
         slots = Slots(config, served.spec, extract_layer_index)
         self.groups = {
             i: (OpaqueChunks if group.layers is None else GroupChunks)(served, slots, group, config)
@@ -243,6 +244,17 @@ class KvcliTier(SecondaryTierManager):
 
     def _name(self, key: Any) -> str:
         return self._group(key).name(key)
+
+
+def _config_of_engine() -> Any:
+    """The model's config as flags changed it; vLLM hands it to no tier, but its connector, which makes them, has it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if model := getattr(frame.f_locals.get("vllm_config"), "model_config", None):
+            return model.hf_config
+        frame = frame.f_back
+    logger.warning("the engine's config is not found: flags that change the model's (--hf-overrides) are not seen")
+    return None
 
 
 def _batches(group: GroupChunks | OpaqueChunks, items: Sequence[Item]) -> Iterator[Sequence[Item]]:

@@ -80,6 +80,17 @@ def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any]
     assert torch.equal(rotation.sin, expected.sin)
 
 
+def test_an_engines_config_without_what_its_rope_needs_is_refused() -> None:
+    """As flags that leave out `rope_theta` make it; what the engine has stays as it is."""
+    config = make_model("llama").config
+    config._attn_implementation = "sdpa"
+    skeleton(config)
+    assert config._attn_implementation == "sdpa"
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(KvcliError, match="model type 'llama'"):
+        skeleton(config)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mistral"])
 def test_rope_is_that_of_layers_of_full_attention(family: str) -> None:
     """As a session finds it in the model: of several kinds of layers, or with each pair's angle given once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 import warnings
@@ -55,6 +56,8 @@ try:
         from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+        from sglang.srt.runtime_context import get_context
+        from sglang.srt.server_args import ServerArgs
 except ImportError as error:
     pytest.skip(f"needs SGLang, see docs/tiers.md: {error}", allow_module_level=True)
 
@@ -277,6 +280,34 @@ def test_what_cannot_be_stored_is_refused_by_name(
     changes = {name: str(artifact) if x == "ARTIFACT" else x for name, x in changes.items()}
     with pytest.raises(KvcliError, match=named):
         make_storage(model_folder, tmp_path / "store", **changes)
+
+
+def test_the_model_is_as_flags_of_the_engine_changed_it(
+    model_folder: Path, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the one of the name that it is served by, which may be missing."""
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    scaled = {"rope_parameters": {**config["rope_parameters"], "rope_type": "linear", "factor": 4.0}}
+    for coding in ({"method": "kivi-2"}, {"artifact": str(artifact)}):
+        plain = Served.load(ChunkSettings(model=str(model_folder), **coding))
+        for overrides in ({}, scaled):
+            args: dict[str, Any] = {"model_path": str(model_folder), "served_model_name": "alias", "device": "cpu"}
+            args |= {"skip_tokenizer_init": True, "json_model_override_args": json.dumps(overrides)}
+            monkeypatch.setattr(get_context(), "_server_args", ServerArgs(**args))
+            if overrides and "artifact" in coding:
+                with pytest.raises(KvcliError, match="rope"):
+                    make_storage(Path(), tmp_path / "store", **coding)
+                continue
+            for name in (None, "alias"):
+                storage, _ = make_storage(Path(), tmp_path / "store", model_name=name, **coding)
+                assert (storage.served.identity == plain.identity) == (not overrides)
+                assert storage.served.spec.rope.rope_type == ("linear" if overrides else "default")
+
+
+def test_a_model_that_nobody_names_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(KvcliError, match='say "model"'):
+        make_storage(model_folder, tmp_path / "store", model_name=None)
 
 
 def test_calls_without_positions_are_refused(model_folder: Path, tmp_path: Path) -> None:

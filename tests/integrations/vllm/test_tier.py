@@ -27,7 +27,11 @@ pytest.importorskip("vllm", reason="needs vLLM, see docs/tiers.md", exc_type=Imp
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from offloading import DIM, HEADS, LAYERS, PAGE, PAGES, TOKENS, Engine, context, keys_of, restored
+    from offloading import DIM, HEADS, LAYERS, PAGE, PAGES, TOKENS, Engine, context, keys_of, names, restored
+    from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 
@@ -128,6 +132,42 @@ def test_other_methods_models_dtypes_and_chunk_lengths_find_nothing(engines: Any
     other.config.save_pretrained(tmp_path / "b")
     assert engines(tmp_path / "b").read(3) == [None] * 3
     assert None not in engines().read(3)
+
+
+@pytest.fixture
+def connector(model_folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    """What makes vLLM's own connector, as its scheduler does, with overrides of the model's config."""
+
+    def make(overrides: dict[str, Any], **coding: str) -> Any:
+        tier = {"type": "KvcliTier", "module_path": "kvcli.integrations.vllm.tier", "folder": str(tmp_path / "store")}
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "block_size": TOKENS}
+        extra["secondary_tiers"] = [{**tier, **coding}]
+        transfer = KVTransferConfig("OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+        model = ModelConfig(str(model_folder), skip_tokenizer_init=True, dtype="float32", hf_overrides=overrides)
+        config = VllmConfig(model_config=model, cache_config=CacheConfig(block_size=PAGE), kv_transfer_config=transfer)
+        config.cache_config.kv_cache_layout = "LBNHC"
+        pages = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(names(range(LAYERS)), pages)]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        return OffloadingConnector(config, KVConnectorRole.SCHEDULER, cache)
+
+    return make
+
+
+def test_the_model_is_as_flags_of_the_engine_changed_it(
+    connector: Callable[..., Any], model_folder: Path, artifact: Path
+) -> None:
+    scaled = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+    for coding in ({"method": "kivi-2"}, {"artifact": str(artifact)}):
+        plain = Served.load(ChunkSettings(model=str(model_folder), **coding))
+        for overrides in ({}, scaled) if "method" in coding else ({},):
+            made = connector(overrides, **coding)
+            served = made.scheduler.manager.secondary_tiers[0].groups[0]._codec.served
+            assert (served.identity == plain.identity) == (not overrides)
+            assert served.spec.rope.rope_type == ("linear" if overrides else "default")
+            made.shutdown()
+    with pytest.raises(KvcliError, match="rope"):
+        connector(scaled, artifact=str(artifact))
 
 
 def test_layers_of_other_kinds_are_stored_as_they_are(engines: Any, chunks: Any, tmp_path: Path) -> None:
