@@ -132,8 +132,7 @@ class Served:
     def load(cls, settings: ChunkSettings, model: str = "", config: Any = None) -> Served:
         """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
 
-        The settings' model comes before an engine's `model`, but an engine's `config` of transformers, which flags may
-        have changed, before the folder's.
+        An engine's `model` is a default; its `config`, which flags may have changed, comes before the folder's.
 
         Raises:
             KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.

@@ -12,15 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lmcache.v1.distributed import serde
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
-from lmcache.v1.distributed.serde import (
-    AsyncSerdeProcessor,
-    Deserializer,
-    SerdeProcessor,
-    Serializer,
-    register_serde_factory,
-)
 from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
@@ -30,7 +24,7 @@ from kvcli.integrations.chunks.served import ChunkSettings, Served
 from kvcli.integrations.lmcache.layout import chunk_layout, decode_chunk, encode_chunk
 
 
-class ChunkSerializer(Serializer):
+class ChunkSerializer(serde.Serializer):
     """Stores a chunk as codes."""
 
     def __init__(self, codec: ChunkCodec) -> None:
@@ -53,7 +47,7 @@ class ChunkSerializer(Serializer):
         return self._codec.stored_bytes(chunk_layout(layout_desc.shapes, layout_desc.dtypes, self._codec.served.spec))
 
 
-class ChunkDeserializer(Deserializer):
+class ChunkDeserializer(serde.Deserializer):
     """Decodes stored codes into a chunk."""
 
     def __init__(self, codec: ChunkCodec) -> None:
@@ -77,11 +71,11 @@ class FileSystemAdapter(FSL2Adapter):
         super().__init__(config)
 
 
-def create_serde(values: dict[str, Any]) -> SerdeProcessor:
+def create_serde(values: dict[str, Any]) -> serde.SerdeProcessor:
     """The serde of an adapter, from the fields of its `serde` except `type`; errors as those of `Served.load`."""
     settings = ChunkSettings.read(values)
     codec = ChunkCodec(Served.load(settings))
-    return AsyncSerdeProcessor(ChunkSerializer(codec), ChunkDeserializer(codec), max_workers=settings.max_workers)
+    return serde.AsyncSerdeProcessor(ChunkSerializer(codec), ChunkDeserializer(codec), max_workers=settings.max_workers)
 
 
 def _tensor(memory: MemoryObj) -> Tensor:
@@ -93,4 +87,4 @@ def _tensor(memory: MemoryObj) -> Tensor:
     return tensor
 
 
-register_serde_factory("kvcli", create_serde)
+serde.register_serde_factory("kvcli", create_serde)

@@ -27,14 +27,7 @@ from kvcli.integrations.vllm.slots import Slots
 try:
     from vllm.logger import init_logger
     from vllm.model_executor.models.utils import extract_layer_index
-    from vllm.v1.kv_offload.base import (
-        Locality,
-        LookupResult,
-        Medium,
-        ReqContext,
-        RequestOffloadingContext,
-        get_offload_group_idx,
-    )
+    from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -89,7 +82,7 @@ class KvcliTier(SecondaryTierManager):
             be written.
     """
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[base.Medium] = base.Medium.STORAGE
 
     def __init__(
         self,
@@ -107,7 +100,7 @@ class KvcliTier(SecondaryTierManager):
             i: (OpaqueChunks if group.layers is None else GroupChunks)(served, slots, group, config)
             for i, group in slots.groups.items()
         }
-        self.store, self.locality = chosen.store(), chosen.locality and Locality(chosen.locality)
+        self.store, self.locality = chosen.store(), chosen.locality and base.Locality(chosen.locality)
         self._rows = torch.from_numpy(np.asarray(primary_kv_view).view(np.uint8))[:, : slots.slot_bytes]
         length = self._rows.untyped_storage().nbytes()
         self._pinned = served.device.type == "cuda" and host_register(self._rows.data_ptr(), length)
@@ -119,8 +112,8 @@ class KvcliTier(SecondaryTierManager):
         self._running, self._finished = set[Future[None]](), deque[Finished]()
         self._begun = dict[str, float]()
 
-    def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
-        found = {None: LookupResult.RETRY, True: LookupResult.HIT, False: LookupResult.MISS}
+    def lookup(self, key: Any, req_context: base.ReqContext) -> base.LookupResult:
+        found = {None: base.LookupResult.RETRY, True: base.LookupResult.HIT, False: base.LookupResult.MISS}
         return found[self._lookups.lookup(key, req_context)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -137,14 +130,14 @@ class KvcliTier(SecondaryTierManager):
             results.append(result)
         return results
 
-    def touch(self, keys: Collection[Any], req_context: ReqContext) -> None:
+    def touch(self, keys: Collection[Any], req_context: base.ReqContext) -> None:
         ends, now = enumerate(map(req_context.get_offload_key_position, keys)), time.time()
         self._touch({key: now - 1e-6 * (end or i) for key, (i, end) in zip(keys, ends, strict=True)})
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        return base.RequestOffloadingContext()
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
         """All chunks of its text were used, also those that vLLM had and did not look for."""
         self._lookups.cleanup(req_context.req_id)
         self._begun.pop(req_context.req_id, None)
@@ -232,7 +225,7 @@ class KvcliTier(SecondaryTierManager):
     def _by_group(self, items: Iterable[Item]) -> Iterator[tuple[GroupChunks | OpaqueChunks, list[Item]]]:
         of_group: dict[int, list[Item]] = {}
         for item in items:
-            of_group.setdefault(get_offload_group_idx(item.key), []).append(item)
+            of_group.setdefault(base.get_offload_group_idx(item.key), []).append(item)
         for index, those in of_group.items():
             yield self.groups[index], those
 
@@ -240,7 +233,7 @@ class KvcliTier(SecondaryTierManager):
         self._touches.submit(lambda: self.store.touch({self._name(key): at for key, at in used.items()}))
 
     def _group(self, key: Any) -> GroupChunks | OpaqueChunks:
-        return self.groups[get_offload_group_idx(key)]
+        return self.groups[base.get_offload_group_idx(key)]
 
     def _name(self, key: Any) -> str:
         return self._group(key).name(key)
@@ -271,5 +264,5 @@ class _Lookups(AsyncLookupManager):
         self._has = has
         super().__init__(tier_type)
 
-    def batch_lookup(self, keys: list[Any], req_context: ReqContext) -> Iterable[bool]:
+    def batch_lookup(self, keys: list[Any], req_context: base.ReqContext) -> Iterable[bool]:
         return [self._has(key) for key in keys]
