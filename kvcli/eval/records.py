@@ -120,6 +120,7 @@ class EvalRecord(Strict):
     fingerprint: str
     method: str
     artifact: str | None
+    artifact_sha256: str | None = None
     protocol: str
     options: dict[str, Any]
     metrics: dict[str, Metric]

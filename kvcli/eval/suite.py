@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from kvcli.artifact.choice import MethodChoice, choose
+from kvcli.artifact.recipe import artifact_sha256
 from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import is_artifact_of, newest_artifact
 from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
@@ -261,7 +262,8 @@ class EvalRun(Run):
                 suite=suite.name,
                 label=measured.label or case.label,
                 method=case.choice.label,
-                artifact=None if case.choice.folder is None else str(case.choice.folder),
+                artifact=(folder := case.choice.folder) and str(folder),
+                artifact_sha256=folder and artifact_sha256(folder),
                 metrics=metrics_of(measured.units, other, options.seed),
                 memory=None if measured.memory is None else measured.memory.to_dict(),
                 unit=suite.unit.kind,
