@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcli.artifact.metadata import METADATA, PREVIOUS, WEIGHTS, Metadata, model_card
+from kvcli.artifact.metadata import METADATA, PREVIOUS, WEIGHTS, Metadata, is_edited, model_card
 from kvcli.errors import ArtifactError, ConfigError, error_text, explain
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -153,7 +153,7 @@ class Artifact:
         """Writes the artifact; kvcli.json, which makes it one, appears when the rest was read back and verified.
 
         Whenever the process ends, the folder holds the artifact that was there or the new one. Files of other names
-        stay. A link to a folder is followed. `about` is for the model card, see `model_card`.
+        stay, and an edited model card. A link to a folder is followed. `about` is for the model card, see `model_card`.
 
         Raises:
             ArtifactError: the folder has files but is not an artifact, is one while `overwrite` is off, or is used by
@@ -191,8 +191,9 @@ class Artifact:
                 link_or_copy(folder / WEIGHTS, folder / PREVIOUS)
         write_sealed(folder / METADATA, metadata)
         (folder / PREVIOUS).unlink(missing_ok=True)
-        with replacing(folder / CARD) as temporary:
-            temporary.write_text(card)
+        if not is_edited(folder / CARD):
+            with replacing(folder / CARD) as temporary:
+                temporary.write_text(card)
         self._check_written(folder, Artifact.load(folder))
 
     def _check_written(self, folder: Path, written: Artifact) -> None:

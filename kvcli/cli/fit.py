@@ -89,19 +89,8 @@ def run(options: FitOptions, output: Output) -> None:
             reused.append(was_fitted)
             advance(1)
 
-        fit_recording(
-            recording,
-            method,
-            config,
-            folder,
-            layers=layers,
-            device=options.torch_device(),
-            seed=options.seed,
-            overwrite=options.overwrite,
-            block_tokens=options.block_tokens,
-            ranks=ranks,
-            done=done,
-        )
+        given = {**options.model_dump(include={"seed", "overwrite", "block_tokens"}), "device": options.torch_device()}
+        fit_recording(recording, method, config, folder, layers=layers, ranks=ranks, done=done, **given)
     if any(reused):
         output.say(f"{sum(reused)} of {len(layers)} layers were fitted already and are reused")
     reports.sort(key=lambda report: int(report["layer"]))
@@ -146,8 +135,9 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
     The default folder is that of the model and the first run. ArtifactError: layers are missing or damaged, or the
     folder holds another artifact.
     """
-    from kvcli.artifact.artifact import Artifact
+    from kvcli.artifact.artifact import CARD, Artifact
     from kvcli.artifact.fit import assemble
+    from kvcli.artifact.metadata import is_edited
     from kvcli.report.facts import of_artifact
 
     artifact = assemble(runs)
@@ -157,6 +147,7 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
         output.say(f"{folder} holds this artifact already")
     else:
         artifact.save(folder, overwrite=overwrite, about=of_artifact(artifact))
+        is_edited(folder / CARD, output.say)
         output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
     return {"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}
 

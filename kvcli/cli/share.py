@@ -28,6 +28,7 @@ from kvcli.commands.options import Options
 from kvcli.commands.paths import artifact_record, model_folder
 from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
+from kvcli.eval.records import read_rows
 from kvcli.registry import DEFAULT_METHOD
 from kvcli.storage.atomic import file_record, replacing
 
@@ -60,7 +61,7 @@ class PullOptions(Options):
 
 def push(options: PushOptions, output: Output) -> None:
     """Share an artifact, a recipe, records or a context, which holds its text; prints the commit and digest."""
-    from kvcli.artifact.metadata import WEIGHTS, front_matter
+    from kvcli.artifact.metadata import WEIGHTS, front_matter, is_edited, model_card, signed
     from kvcli.report.facts import describe
 
     if options.path is None or options.target is None:
@@ -78,13 +79,16 @@ def push(options: PushOptions, output: Output) -> None:
         named = {name: path / name for name in (WEIGHTS, METADATA)}
     about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
     commands = "".join(f"{shlex.join(x)}\n" for x in (["kvcli", "pull", place], _use(kind, [*named])))
-    text = f"{front_matter(model, kind)}\n# A {kind} of kvcli\n\n```bash\n{commands}```\n{about}"
-    card = (_artifact_card(path, facts, place, output) if kind == "artifact" else text).encode()
+    text = signed(f"{front_matter(model, kind)}\n# A {kind} of kvcli\n\n```bash\n{commands}```\n{about}")
+    if kind == "artifact":
+        own = artifact_record(path), facts, place, _known_loss(path, model, facts["method"])
+        text = (path / CARD).read_text() if is_edited(path / CARD, output.say) else model_card(*own)
     sums = "".join(f"{file_record(file)['sha256']}  {name}\n" for name, file in named.items()).encode()
     files: dict[str, Path | bytes] = {**named, SUMS: sums}
     if folder is not None:
         _check_free(folder / SUMS, named)
-        for name, content in (files if (folder / CARD).exists() else {CARD: card, **files}).items():
+        files |= {} if is_edited(folder / CARD, output.say) else {CARD: text.encode()}
+        for name, content in files.items():
             _write(content, folder / name)
     else:
         from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
@@ -94,7 +98,8 @@ def push(options: PushOptions, output: Output) -> None:
             api.create_repo(place, private=not options.public, exist_ok=True)
             if api.file_exists(place, SUMS):
                 _check_free(Path(hf_hub_download(place, SUMS)), named)
-            files |= {} if api.file_exists(place, CARD) else {CARD: card}
+            there = Path(hf_hub_download(place, CARD) if api.file_exists(place, CARD) else "")
+            files |= {} if is_edited(there, output.say) else {CARD: text.encode()}
             added = [CommitOperationAdd(name, content) for name, content in files.items()]
             place += f"@{api.create_commit(place, added, commit_message=f'kvcli push {path.name}').oid}"
     record = {"place": place, "sha256": hashlib.sha256(sums).hexdigest()}
@@ -141,23 +146,19 @@ def _use(kind: str, files: list[str]) -> list[str]:
     return [*(["kvcli", "generate", "--recipe"] if kind == "recipe" else several), *files]
 
 
-def _artifact_card(artifact: Path, facts: dict[str, Any], place: str, output: Output) -> str:
-    """The card of an artifact at a place, with what is known of its loss, unless somebody wrote another one."""
-    from kvcli.artifact.metadata import model_card
-
-    metadata, card = artifact_record(artifact), artifact / CARD
-    if card.exists() and (text := card.read_text()) not in (model_card(metadata, {}), model_card(metadata, facts)):
-        output.say(f"{card}, which was edited or is of another kvcli, is pushed as it is; without it one is made")
-        return text
-    return model_card(metadata, facts, place, _known_loss(artifact, metadata["model"], facts["method"]))
-
-
 def _known_loss(artifact: Path, model: str, method: str) -> str:
-    """What `kvcli tune` measured of an artifact, else what is known of its method on the model; empty: nothing is."""
-    to = "nats per token to the uncompressed model"
+    """What records in or beside its folder say of an artifact, else what is known of its method; empty: nothing is."""
+    to, seal, rows = "nats per token to the uncompressed model", artifact_sha256(artifact), list[Any]()
+    for path in (*artifact.glob("*.jsonl"), *artifact.parent.glob("*.jsonl")):
+        with suppress(KvcliError):
+            found = [x for x in read_rows(path) if (x.suite, x.artifact_sha256) == ("kl", seal)]
+            rows += [x for x in found if not x.options["setting"] and not x.options["recipe"]]
+    if x := max(rows, key=lambda x: x.num_tokens, default=None):
+        exact = f"first {x.options['sink_length']} and last {x.options['residual_length']} in full precision"
+        return f"KL {x.kl_mean:.2g} {to}, suite kl, {x.num_tokens} tokens of {x.options['corpus']}, {exact}"
     with suppress(KvcliError):
         measured, of = (recipe := Recipe.read(artifact.parent / "recipe.yaml")).measured, recipe.artifact_sha256
-        if of == artifact_sha256(artifact) and isinstance(measured.get("kl_mean"), float):
+        if of == seal and isinstance(measured.get("kl_mean"), float):
             return f"KL {measured['kl_mean']:.2g} {to}, {measured.get('tokens')} tokens of {measured.get('corpus')}"
     for x in json.loads(LOSSES.read_text()):
         if x["model"] == model and method in x["kl"]:

@@ -18,9 +18,10 @@ from huggingface_hub import constants
 from loopback_hub import Hub, loopback_hub
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.artifact.metadata import front_matter
+from kvcli.artifact.metadata import front_matter, signed
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli import share
+from kvcli.eval.records import read_rows
 
 REPO = "me/commvq-2"
 NAMES = ("codec.safetensors", "kvcli.json")
@@ -85,6 +86,49 @@ def test_a_card_tells_a_loss_that_was_measured(artifact: Path, known: str, monke
     said["of the method"] = f"not measured; in kvcli's records commvq-2 has {text}"
     lines = [line for line in Path("shared/README.md").read_text().splitlines() if "loss" in line]
     assert lines == ([f"| loss | {said[known]} |"] if known else [])
+
+
+def test_a_card_tells_the_kl_that_was_measured_of_this_artifact(artifact: Path) -> None:
+    """By the records beside it of most tokens, with its own settings; not by those of what was there before."""
+    measure = ("eval", "kl", "tiny", "--artifact", str(artifact), "--seq-len", "64", "--chunk", "8")
+    window = ("--residual-length", "8", "--corpus", "builtin:essays", "--out", f"{artifact.parent}/kl.jsonl")
+    for more in (("1",), ("2",), ("3", "--setting", "residual_length=0")):
+        result(*measure, *window, "--num-sequences", *more)
+    rows = [x.model_dump() for x in read_rows(artifact.parent / "kl.jsonl") if x.artifact]
+    assert [x["num_tokens"] for x in rows] == [64, 128, 192]
+    Path("shared").mkdir()
+    push(artifact, "shared")
+    said = (
+        f"KL {rows[1]['kl_mean']:.2g} nats per token to the uncompressed model, suite kl, 128 tokens of builtin:essays"
+    )
+    says((card := Path("shared/README.md")).read_text(), f"| loss | {said}, first 4 and last 8 in full precision |\n")
+    made = Artifact.load(artifact)
+    metadata = {**made.metadata, "provenance": {**made.metadata["provenance"], "seed": 7}}
+    Artifact(metadata, made.tensors).save(artifact, overwrite=True)
+    push(artifact, "shared")
+    assert "KL" not in card.read_text()
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_card_of_kvcli_is_renewed_and_one_that_was_edited_stays(
+    artifact: Path, hub: Hub, tiny: Any, edited: bool
+) -> None:
+    Path("shared").mkdir()
+    cards = (artifact / "README.md", Path("shared/README.md"))
+    for place in ("shared", REPO):
+        push(artifact, place)
+    for card in cards:
+        card.write_text(card.read_text().replace("no model weights", "none") if edited else signed("# Stale\n"))
+    list(hub.commits[REPO].values())[-1]["README.md"] = cards[1].read_bytes()
+    before = cards[0].read_text()
+    said = [result("export", "fitted", "--out", str(artifact), "--overwrite").stderr]
+    assert (cards[0].read_text() == before) == edited
+    cards[0].unlink()
+    said += [result("push", str(artifact), str(place)).stderr for place in ("shared", REPO)]
+    for text in (cards[1].read_text(), hub.found(REPO, "main")[1]["README.md"].decode()):  # type: ignore[index]
+        assert ("holds codebooks and encoders, none;" in text) == edited
+        assert "Stale" not in text
+    assert ["was edited" in x for x in said] == [edited] * 3
 
 
 def test_a_commit_pins_what_a_later_push_changes(artifact: Path, hub: Hub) -> None:
