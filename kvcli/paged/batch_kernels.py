@@ -65,7 +65,7 @@ def _advance_kernel(
             b_source = tl.minimum(b_source, tl.min(tl.where(known, r[None, :], rings), 1).to(tl.int64))
         tl.store(source + i, b_source, mask=i < requests)
     tl.debug_barrier()
-    # the first request that knows a ring has it; of others, the how manieth each is, -2 for those with their own
+    # the first request that knows a ring has it, -2; others are counted, since they take free rings in turn
     step = tl.load(passes) + 1
     asking = tl.full([], 0, tl.int64)
     any_lost = tl.full([], 0, tl.int32)
