@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from threading import Semaphore, Thread, current_thread
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from kvcli.artifact.recipe import Recipe
 from kvcli.attention.graphs import Graphs
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.paged import attention as paged_attention
+from kvcli.paged.attention import PagedAttention
 from kvcli.paged.batch import Batch
 from kvcli.paged.captured import CapturedPasses
 from kvcli.paged.model import PagedModel, open_pages
@@ -378,74 +379,45 @@ def test_numbers_that_codes_cannot_hold_are_refused(tiny_model: Any) -> None:
         pass
 
 
-class SideStream:
-    """Work of a side stream, of which is done only what others wait for, as late as it may be."""
+def work_late(patch: pytest.MonkeyPatch) -> None:
+    """Side streams do only what is waited for, as late as it may be."""
+    call, encode = PagedAttention.__call__, PagedAttention._encode
+    waiting, last, sides = list[Callable[[], None]](), list[Callable[[], None]](), list[bool]()
 
-    waiting: ClassVar[list[SideStream]] = []
+    class LateMark:
+        def __init__(self, device: Any) -> None:
+            sides[:] = [device is not None]
+            self.set = Mock()
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._go, self._stopped = Semaphore(0), Semaphore(0)
-        self._failed: BaseException | None = None
-        self.ended = False
-        self._thread = Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
-        self.waiting.append(self)
+        def wait(self) -> None:
+            while waiting and not self.set.called:
+                waiting.pop(0)()
+            assert self.set.called
 
-    def _run(self, work: Callable[[], None]) -> None:
-        self._go.acquire()
-        try:
-            with torch.inference_mode():
-                work()
-        except BaseException as error:
-            self._failed = error
-        self.ended = True
-        self._stopped.release()
-
-    def stop(self) -> None:
-        """In its own thread: nobody waits for more so far."""
-        if current_thread() is self._thread:
-            self._stopped.release()
-            self._go.acquire()
-
-    def until(self, is_done: Callable[[], bool]) -> None:
-        """Works, while another thread waits."""
-        while not self.ended and not is_done():
-            self._go.release()
-            self._stopped.acquire()
-        if self.ended and self in self.waiting:
-            self.waiting.remove(self)
-        if self._failed is not None:
-            raise self._failed
-
-    @classmethod
     @contextmanager
-    def beside(cls, device: Any, work: Callable[[], None], branch: int = 0) -> Iterator[Callable[[], None]]:
-        """In place of that of `kvcli.kernels.streams`; each piece of work has a stream."""
+    def beside(device: Any, work: Callable[[], None], branch: int = 0) -> Iterator[Callable[[], None]]:
+        once = cache(work)
         if device is None:
-            work()
-            yield lambda: None
-            return
-        stream = cls(work)
-        end = partial(stream.until, lambda: False)
-        yield end
-        end()
+            once()
+        elif branch == 0:
+            waiting.append(once)
+        yield once
+        once()
 
+    def attend(self: Any, *args: Any) -> None:
+        call(self, *args)
+        while last:
+            last.pop()()
 
-class LateMark:
-    """In place of that of `kvcli.kernels.streams`."""
+    def encode_last(*args: Any) -> None:
+        last.append(partial(encode, *args))
+        if not sides[0]:
+            last.pop()()
 
-    def __init__(self, device: Any) -> None:
-        self._on, self._is_set = device is not None, False
-
-    def set(self) -> None:
-        self._is_set = True
-        for stream in [*SideStream.waiting]:
-            stream.stop()
-
-    def wait(self) -> None:
-        if self._on and not self._is_set:
-            SideStream.waiting[0].until(lambda: self._is_set)
-            assert self._is_set
+    patch.setattr(PagedAttention, "__call__", attend)
+    patch.setattr(PagedAttention, "_encode", encode_last)
+    patch.setattr(paged_attention, "Mark", LateMark)
+    patch.setattr(paged_attention, "beside", beside)
 
 
 INTERPRETED = [pytest.mark.kernels, pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on a CPU")]
@@ -472,8 +444,7 @@ def test_no_code_of_a_pass_is_read_in_it(name: str, recent: int, impl: str, monk
             how = {"null_page": paged.num_pages, "rings": rings}
             patch.setattr(Batch, "of", classmethod(lambda cls, *args, **named: of(cls, *args, **{**named, **how})))
             if late:
-                patch.setattr(paged_attention, "beside", SideStream.beside)
-                patch.setattr(paged_attention, "Mark", LateMark)
+                work_late(patch)
             seen = [paged.run(requests)[0] for requests in passes]
             return torch.stack([seen[-1], paged.run([ScheduledRequest([7], 65, 0, [0, 1, 2], 2)])[0]])
 
