@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from loopback_hub import Hub, loopback_hub
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.artifact.metadata import front_matter, signed
+from kvcli.artifact.metadata import front_matter, is_edited, signed
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli import share
 from kvcli.eval.records import read_rows
@@ -294,3 +294,7 @@ def test_what_cannot_be_shared_or_found_is_told(artifact: Path, hub: Hub, record
 def test_front_matter_names_models_of_the_hub_only() -> None:
     assert "base_model: org/model\n" in front_matter("org/model", "x")
     assert [x for x in ("smollm2-135m", "./model", "/data/model", "a/b/c") if "base" in front_matter(x, "x")] == []
+
+
+def test_cards_of_the_package_can_be_renewed(repo_root: Path) -> None:
+    assert [is_edited(card) for card in (repo_root / "kvcli" / "fitted").glob("*/*/README.md")] == [False, False]
