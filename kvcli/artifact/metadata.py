@@ -110,7 +110,7 @@ def front_matter(model: str, *tags: str) -> str:
     return f"---\nlibrary_name: kvcli\n{base}tags: [{', '.join(('kv-cache', *tags))}]\n---"
 
 
-def signed(text: str) -> str:
+def with_checksum(text: str) -> str:
     """A model card with its checksum, by which kvcli knows a card of its own that nobody edited."""
     return f"{text}<!-- written by kvcli: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
@@ -118,13 +118,13 @@ def signed(text: str) -> str:
 def is_edited(card: Path, say: Say = say_nothing) -> bool:
     """Whether there is a model card that kvcli did not write so; says that it stays."""
     text = card.read_text(errors="replace") if card.is_file() else None
-    if found := text is not None and text != signed(text.rpartition("<!-- ")[0]):
+    if found := text is not None and text != with_checksum(text.rpartition("<!-- ")[0]):
         say(f"{card}, which was edited, stays; without it one is made")
     return found
 
 
 def model_card(metadata: Mapping[str, Any], about: Mapping[str, Any], place: str = "OWNER/NAME", loss: str = "") -> str:
-    """The README.md, signed, of an artifact that is pulled from a place; `loss` is what is known of it.
+    """The README.md, with its checksum, of an artifact that is pulled from a place; `loss` is what is known of it.
 
     Without `about`, which `kvcli.report.facts.of_artifact` gives, true bits and the whole cache are not told.
     """
@@ -145,7 +145,7 @@ def model_card(metadata: Mapping[str, Any], about: Mapping[str, Any], place: str
         measured += f"| layers with warnings of the fit, which {METADATA} lists | {', '.join(map(str, doubtful))} |\n"
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
-    return signed(f"""{front_matter(metadata["model"], "quantization", metadata["method"])}
+    return with_checksum(f"""{front_matter(metadata["model"], "quantization", metadata["method"])}
 # {name} KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model

@@ -61,7 +61,7 @@ class PullOptions(Options):
 
 def push(options: PushOptions, output: Output) -> None:
     """Share an artifact, a recipe, records or a context, which holds its text; prints the commit and digest."""
-    from kvcli.artifact.metadata import WEIGHTS, front_matter, is_edited, model_card, signed
+    from kvcli.artifact.metadata import WEIGHTS, front_matter, is_edited, model_card, with_checksum
     from kvcli.report.facts import describe
 
     if options.path is None or options.target is None:
@@ -79,7 +79,7 @@ def push(options: PushOptions, output: Output) -> None:
         named = {name: path / name for name in (WEIGHTS, METADATA)}
     about = "".join(f"\n{x.markdown()}" for x in shown(facts) if isinstance(x, DataTable)) if kind == "recipe" else ""
     commands = "".join(f"{shlex.join(x)}\n" for x in (["kvcli", "pull", place], _use(kind, [*named])))
-    text = signed(f"{front_matter(model, kind)}\n# A {kind} of kvcli\n\n```bash\n{commands}```\n{about}")
+    text = with_checksum(f"{front_matter(model, kind)}\n# A {kind} of kvcli\n\n```bash\n{commands}```\n{about}")
     if kind == "artifact":
         own = artifact_record(path), facts, place, _known_loss(path, model, facts["method"])
         text = (path / CARD).read_text() if is_edited(path / CARD, output.say) else model_card(*own)

@@ -4,51 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 
 @contextmanager
-def beside(device: torch.device | None, work: Callable[[], None], branch: int = 0) -> Iterator[Callable[[], None]]:
+def beside(device: torch.device | None, work: Callable[[], None], branch: int = 0) -> Iterator[None]:
     """Runs `work` on a CUDA stream of its own while the block runs on the current one; both have ended after it.
 
-    Yields what lets the current stream wait for `work` before the end. Neither may read what the other writes before
-    that. What is allocated on the side stream can be reused by it only: nothing of it may be kept. What it reads is not
-    freed before it has ended, or the current stream could allocate the same memory.
+    Neither may read what the other writes. What is allocated on the side stream can be reused by it only: nothing of it
+    may be kept. What it reads is not freed before it has ended, or the current stream could allocate the same memory.
 
     Args:
         device: None, or a CPU: the block runs after `work`.
-        branch: streams of other branches run beside this one, too.
+        branch: which side stream; those of different numbers run at the same time.
     """
     if not _has_streams(device):
         work()
-        yield lambda: None
+        yield
         return
-    current: torch.cuda.Stream = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
     side = _side_stream_of(current, branch)
     side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
             work()
-        yield partial(current.wait_stream, side)
+        yield
     finally:
         current.wait_stream(side)
 
 
-class Mark:
-    """A place among the work of one stream that others wait for; arguments as of `beside`."""
+class Event:
+    """A CUDA event, or nothing where `beside` has no streams for `device`."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._event = torch.cuda.Event() if _has_streams(device) else None
 
-    def set(self) -> None:
-        """It is here, in the current stream."""
+    def record(self) -> None:
+        """In the current stream."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """What follows in the current stream begins after it."""
+        """What follows in the current stream begins after what was recorded."""
         if self._event is not None:
             self._event.wait()
 

@@ -7,8 +7,8 @@ the method's kernels.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import PREFILL_THRESHOLD, merge_state, partial_attention
 from kvcli.errors import UsageError
-from kvcli.kernels.streams import Mark, beside
+from kvcli.kernels.streams import Event, beside
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.pages import check_page_size
@@ -109,11 +109,11 @@ class PagedAttention:
             from kvcli.paged import kernels as full_precision
         side = pages.device if batch.encodes_beside else None
         rotation = batch.rotation if self.encoder.codec.needs_rotations else None  # of all layers, on this stream
-        prepared = Mark(side)
+        prepared = Event(side)
 
         def encode() -> None:
             stored_key, stored_value = full_precision.prepare(key, value, sinks, self.rings, batch)
-            prepared.set()
+            prepared.record()
             self._encode(page, pages, batch, rotation, key, stored_key, stored_value, full_precision)
 
         # without a side stream all is stored before any is read: a request may share pages that another one fills
@@ -123,26 +123,28 @@ class PagedAttention:
 
     def _attend(
         self, keys: Codes, values: Codes, sinks: Tensor, batch: Batch, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, side: torch.device | None, prepared: Mark, full_precision: Any,
+        output: Tensor, side: torch.device | None, prepared: Event, full_precision: Any,
     ) -> None:  # fmt: skip
         """Writes attention of all new tokens to `output`, and new tokens to the rings, which are `prepared`."""
         for part in batch.parts:
-            exact: list[Tensor] = []
+            (requests, count), (_, heads, head_dim) = part.tokens.shape, query.shape
+            empty = partial(query.new_empty, dtype=torch.float32)
 
-            def attend(part: UniformBatch = part, exact: list[Tensor] = exact) -> None:
+            def attend(exact: PartialAttention, part: UniformBatch = part, count: int = count) -> None:
                 prepared.wait()
-                (requests, count), (_, heads, head_dim) = part.tokens.shape, query.shape
-                exact += (query.new_empty(requests, heads, count, *x, dtype=torch.float32) for x in ((head_dim,), ()))
                 full_precision.attend(
                     query, key, value, sinks, self.rings, part, batch.recent, exact, self.scaling, self.soft_cap,
                     new=count < PREFILL_THRESHOLD,
                 )  # fmt: skip
 
-            # in turn, prompts first have what `_states` needs in between
-            with nullcontext(attend) if side is None else beside(side, attend, branch=1) as wait:
-                states = self._states(keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1])
-                wait()
-                full_precision.merge(part, exact, states, self.sink_logits, output)
+            codes = keys, values, part, part.of(query), part.of(key), part.of(value), sinks.shape[1]
+            # prompts first have the memory that `_states` needs in between
+            states = self._states(*codes) if side is None else None
+            exact = empty(requests, heads, count, head_dim), empty(requests, heads, count)
+            with beside(side, partial(attend, exact), branch=1):
+                if side is not None:
+                    states = self._states(*codes)
+            full_precision.merge(part, exact, states, self.sink_logits, output)
 
     def _encode(
         self, page: Page, pages: Tensor, batch: Batch, rotation: Rotation | None, new: Tensor, key: Tensor,

@@ -254,8 +254,7 @@ class Batch:
             )
             for of in (slice(i, i + most_rows) for i in range(0, len(seq_lens), most_rows))
         ]
-        groups = Groups(out[10], out[11], is_new, token) if group > 1 else None
-        beside = rings.length >= group
+        groups, beside = Groups(out[10], out[11], is_new, token) if group > 1 else None, rings.length >= group
         return cls(
             parts, None, is_blank, out[1], out[2], rope, out[:1], groups, out[3:5], out[5:6], out[6:10], beside
         )  # fmt: skip

@@ -152,7 +152,7 @@ class _Probe:
             except FAILURES as error:  # it needs numbers
                 if not self.recorder.calls:
                     attention_of_config(self.model)  # which may know more of why
-                    raise NotUnderstood(f"it cannot be planned without its weights ({one_line(error)})") from error
+                    raise NotUnderstood("it cannot be planned: it reads weights before any layer attends") from error
             self._modules()
 
     def _modules(self) -> list[nn.Module]:

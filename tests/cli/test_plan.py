@@ -96,7 +96,7 @@ UNCOMPRESSED = {
     "dory": "it cannot run on a few tokens of text (RuntimeError: Attempting to broadcast",
     "falcon": "no attention in it goes through transformers' attention interface",
     "gemma4_assistant": "4 layers attend to what another one caches (num_kv_shared_layers)",
-    "jetmoe": "it cannot be planned without its weights (NotImplementedError: Cannot copy out of meta tensor",
+    "jetmoe": "it cannot be planned: it reads weights before any layer attends",
     "megatron-bert": "no attention in it goes through transformers' attention interface",
     "minimax": "it cannot run on a few tokens of text (ValueError: MiniMax uses cache of its own",
     "musicgen": "transformers makes no model of its config (AttributeError: 'MusicgenConfig' object has no",

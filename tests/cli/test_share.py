@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from loopback_hub import Hub, loopback_hub
 
 from kvcli.artifact.artifact import Artifact
-from kvcli.artifact.metadata import front_matter, is_edited, signed
+from kvcli.artifact.metadata import front_matter, is_edited, with_checksum
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli import share
 from kvcli.eval.records import read_rows
@@ -118,7 +118,7 @@ def test_a_card_of_kvcli_is_renewed_and_one_that_was_edited_stays(
     for place in ("shared", REPO):
         push(artifact, place)
     for card in cards:
-        card.write_text(card.read_text().replace("no model weights", "none") if edited else signed("# Stale\n"))
+        card.write_text(card.read_text().replace("no model weights", "none") if edited else with_checksum("# Stale\n"))
     list(hub.commits[REPO].values())[-1]["README.md"] = cards[1].read_bytes()
     before = cards[0].read_text()
     said = [result("export", "fitted", "--out", str(artifact), "--overwrite").stderr]

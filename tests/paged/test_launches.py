@@ -38,17 +38,25 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """The launches of each layer's attention."""
+    """The launches that find where tokens go, and those of each layer's attention."""
     from triton.runtime.interpreter import InterpretedFunction
 
     layers, counted = list[list[str]](), list[Launches]()
     call, launch = PagedAttention.__call__, InterpretedFunction.__getitem__
+    of = Batch.of.__func__  # type: ignore[attr-defined]
 
     def layer(self: Any, *args: Any) -> None:
         with Launches() as mode:
             counted[:] = [mode]
             call(self, *args)
         layers.append(mode.names)
+
+    def places(cls: Any, *args: Any, **named: Any) -> Batch:
+        with Launches() as mode:
+            counted[:] = [mode]
+            batch: Batch = of(cls, *args, **named)
+        layers.append(mode.names)
+        return batch
 
     def launched(self: Any, grid: Any) -> Any:
         def run(*args: Any, **named: Any) -> None:
@@ -61,6 +69,7 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(PagedAttention, "__call__", layer)
+        patch.setattr(Batch, "of", classmethod(places))
         patch.setattr(InterpretedFunction, "__getitem__", launched)
         yield layers
 
@@ -81,6 +90,8 @@ def test_a_layer_of_a_step_launches_few_kernels(
         for i in range(2):  # the first one makes tables
             with of_layers(monkeypatch) as layers:
                 paged.run([ScheduledRequest([5], 80 + i, 0, [*range(4)], 1)])
-    assert len(layers) == model.config.num_hidden_layers
-    for names in layers[1:]:  # what all layers share is found in the first
+    assert len(layers) == 1 + model.config.num_hidden_layers
+    assert "_place_kernel" in layers[0]
+    assert len(layers[0]) <= 13, layers[0]
+    for names in layers[2:]:  # what all layers share is found in the first
         assert len(names) == most, names

@@ -384,24 +384,24 @@ def work_late(patch: pytest.MonkeyPatch) -> None:
     call, encode = PagedAttention.__call__, PagedAttention._encode
     waiting, last, sides = list[Callable[[], None]](), list[Callable[[], None]](), list[bool]()
 
-    class LateMark:
+    class LateEvent:
         def __init__(self, device: Any) -> None:
             sides[:] = [device is not None]
-            self.set = Mock()
+            self.record = Mock()
 
         def wait(self) -> None:
-            while waiting and not self.set.called:
+            while waiting and not self.record.called:
                 waiting.pop(0)()
-            assert self.set.called
+            assert self.record.called
 
     @contextmanager
-    def beside(device: Any, work: Callable[[], None], branch: int = 0) -> Iterator[Callable[[], None]]:
+    def beside(device: Any, work: Callable[[], None], branch: int = 0) -> Iterator[None]:
         once = cache(work)
         if device is None:
             once()
         elif branch == 0:
             waiting.append(once)
-        yield once
+        yield
         once()
 
     def attend(self: Any, *args: Any) -> None:
@@ -416,7 +416,7 @@ def work_late(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PagedAttention, "__call__", attend)
     patch.setattr(PagedAttention, "_encode", encode_last)
-    patch.setattr(paged_attention, "Mark", LateMark)
+    patch.setattr(paged_attention, "Event", LateEvent)
     patch.setattr(paged_attention, "beside", beside)
 
 
