@@ -1,7 +1,5 @@
 """Shared fixtures: tiny random models of every family, on the CPU in float32."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Chunks, padding, reordering, rollbacks in any order: the cache and transformers' own, kernels and reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`pytest -m fast` stays a loop to work in: about a minute on 2 cores."""
 
-from __future__ import annotations
-
 import pytest
 
 MAX_CASES = 800

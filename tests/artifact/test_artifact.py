@@ -1,7 +1,5 @@
 """Artifacts come back bit for bit, and anything that is wrong with one is said in a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One choice of a method: what names it, which setting counts, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

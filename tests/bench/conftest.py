@@ -1,7 +1,5 @@
 """The tiny model of random weights that the suites of whole models run on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

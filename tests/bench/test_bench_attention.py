@@ -1,7 +1,5 @@
 """The attention suite: random codes, the check before the time, and what a row says."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """`python -m research bench chunks`: rows of methods, and what the table compares."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

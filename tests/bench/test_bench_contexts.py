@@ -1,7 +1,5 @@
 """The suite that loads contexts from files: what is timed, what is checked, which rows have figures."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoding as it is timed: the tokens of generate, steady steps, the fp16 step of fixed length, the ceiling."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The suite that runs a model end to end: random models, runs, ratios, the largest batch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows of other libraries' attention, with a stand-in of FlashAttention, and with the libraries where they are."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What fits: filling a cache without the model, and the search for batches and contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

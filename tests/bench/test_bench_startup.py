@@ -1,7 +1,5 @@
 """`python -m research bench startup`: processes of their own, and what the table compares."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

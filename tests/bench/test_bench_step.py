@@ -1,7 +1,5 @@
 """`python -m research bench step`: kernels of a replayed step by what they do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

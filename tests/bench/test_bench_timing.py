@@ -1,7 +1,5 @@
 """Times, budgets and the search for the largest size that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain, repeat
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The text that ships with kvcli: its domains, their splits, and the mixture that is the default."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

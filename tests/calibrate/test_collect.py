@@ -1,7 +1,5 @@
 """What calibration records: exactly the model's own q, k and v, in any windows, and after an interruption."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

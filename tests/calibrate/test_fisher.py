@@ -1,7 +1,5 @@
 """What errors of keys and values cost, from gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

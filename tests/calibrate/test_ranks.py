@@ -1,7 +1,5 @@
 """Processes that share a run: the same result as one, and one message when a rank dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

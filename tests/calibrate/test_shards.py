@@ -1,7 +1,5 @@
 """Shares of a recording: put together, they are what one process records, to the last bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fits that read samples block by block: the same as in memory, up to rounding, and no more memory for more tokens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

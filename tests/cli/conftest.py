@@ -1,7 +1,5 @@
 """A tiny model for every command, and an empty folder to work in."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """docs/adding_a_method.md and adding_a_suite.md, executed: a file and a line of the registry are all that is needed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli ask`: a document is read once, the answer is the same however it was read, and slips are told first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvcli bench`: the suite `attention`, records, exit codes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The suites of `kvcli bench` that run whole models: tables and records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli chat`, and conversations that are compressed, saved and resumed."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """`kvcli compress`, and `kvcli generate --context` after it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli compress` into the store, and `kvcli generate` with what the store has of a prompt."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli contexts`: what is listed, measured, removed, exported and imported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What README and docs tell to type: every option exists, and what takes seconds on a tiny model is run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

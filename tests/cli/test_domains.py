@@ -1,7 +1,5 @@
 """`python -m research domains` on a tiny model."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvcli eval`: which methods and artifacts are measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`kvcli fit`: any fitted method from the registry, and its names for some methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

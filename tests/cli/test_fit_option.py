@@ -1,7 +1,5 @@
 """`--fit`: one command records, fits and generates; the next one finds what it made, for these weights only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli generate`: prompts, sampling, settings of the cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every command promises: help, options, files of options, one line where they are wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

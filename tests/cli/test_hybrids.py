@@ -1,7 +1,5 @@
 """Commands on models with layers of a sliding window beside those of full attention, loaded from folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import unquote
 

@@ -1,7 +1,5 @@
 """`kvcli inspect` and `kvcli diff`: artifacts, recordings, contexts, recipes and records of a tiny model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

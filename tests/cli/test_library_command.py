@@ -1,7 +1,5 @@
 """`kvcli library` and `kvcli ask --library`: documents of files, read once, listed, shared, asked side by side."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from hashlib import sha256

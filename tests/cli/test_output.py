@@ -1,7 +1,5 @@
 """Output discipline: one line an error, JSON, progress, units, the next command; what is set before heavy imports."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvcli recommend`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvcli push` and `kvcli pull`: with huggingface_hub's own client and a hub on loopback, in folders and from URLs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

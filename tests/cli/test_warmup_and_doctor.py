@@ -1,7 +1,5 @@
 """`kvcli warmup`, `kvcli doctor`, and what Triton has compiled."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import metadata
 from pathlib import Path

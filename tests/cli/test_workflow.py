@@ -1,7 +1,5 @@
 """Calibrate, train, export, generate, eval and bench, one after another; calibrating in shards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

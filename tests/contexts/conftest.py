@@ -1,7 +1,5 @@
 """Sessions of every method, stores with small blocks, and a tiny model that chats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

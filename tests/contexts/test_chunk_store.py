@@ -1,7 +1,5 @@
 """Chunks of engines in a store: bounded, shared, and whole after kills."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

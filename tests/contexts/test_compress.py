@@ -1,7 +1,5 @@
 """Reading prompts into a cache, and tokens of conversations."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A document that is asked in Python, with a store and without."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is found of a stored context, and that going on from it equals going on from a cropped cache."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

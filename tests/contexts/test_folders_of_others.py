@@ -1,7 +1,5 @@
 """A store touches nothing in its folder but what it has written, and is not blocked by what it finds there."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

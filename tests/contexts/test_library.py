@@ -1,7 +1,5 @@
 """A library: documents that were read once and are asked side by side."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

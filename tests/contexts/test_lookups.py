@@ -1,7 +1,5 @@
 """Look-ups among many long contexts: their results, and how much SQLite works for them."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a store holds: equal parts once, within a size, and nothing that no context needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

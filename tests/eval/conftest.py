@@ -1,7 +1,5 @@
 """A tiny model whose tokens are bytes, and documents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

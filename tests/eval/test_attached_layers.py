@@ -1,7 +1,5 @@
 """A method on chosen layers: what it computes, what it stores, what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """HumanEval and its sandbox, with problems of our own in the place of the package."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes that share the work of a suite measure what one process measures, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The domain matrix on a tiny model: cells are what `measure` says, and a run that was cut off resumes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Greedy generation over caches, and where two generations part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

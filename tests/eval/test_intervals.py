@@ -1,7 +1,5 @@
 """Figures of tokens and of their blocks; intervals and paired differences."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """KL along texts that the uncompressed model generated."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

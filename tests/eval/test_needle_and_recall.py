@@ -1,7 +1,5 @@
 """Prompts of the needle grid and of verbatim recall, and their scores."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from dataclasses import replace

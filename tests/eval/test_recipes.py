@@ -1,7 +1,5 @@
 """Recipes: files that say a method with its settings for one model, and who follows them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The schema of records, and the gates that read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

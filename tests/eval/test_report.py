@@ -1,7 +1,5 @@
 """`kvcli report`: one page of records, and the same tables as Markdown and in docs."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

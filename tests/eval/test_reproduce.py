@@ -1,7 +1,5 @@
 """Tables of the papers, on tiny models."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """`python -m research rivals`: the protocol on a tiny model, bytes, records of what fails, and the table."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """RULER's tasks: what prompts hold, how long they are, what is a right answer."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

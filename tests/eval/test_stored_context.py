@@ -1,7 +1,5 @@
 """What a stored copy of a text loses, against the same computed by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

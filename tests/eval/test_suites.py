@@ -1,7 +1,5 @@
 """`kvcli eval --suite`: every suite from the command line, its records, its table, its exit code."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

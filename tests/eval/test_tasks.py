@@ -1,7 +1,5 @@
 """lm-eval over caches, with a task of a local YAML file and local data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tool calls: prompts, in a template's form and as plain JSON, and what is a right call."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`kvcli tune`: the search for bits of each layer."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

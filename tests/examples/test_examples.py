@@ -1,7 +1,5 @@
 """The files of `examples/`, as a user runs them, with a tiny random model as their argument."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

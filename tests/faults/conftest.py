@@ -1,7 +1,5 @@
 """Sessions of every method, stores with small blocks, and whole folders of files to damage."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

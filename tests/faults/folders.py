@@ -1,7 +1,5 @@
 """A small recording, run and artifact on disk, and ways to damage them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers made by hand that compute as wrapped and quantized projections of other libraries do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Artifacts: what is damaged, edited or of another format is said, never used."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

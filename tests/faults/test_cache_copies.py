@@ -1,7 +1,5 @@
 """Copies of a cache, tensors made in inference mode, and the bytes that a cache reports."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Cropping a cache whose codec keeps a state per sequence, speculative decoding, and passes that break off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

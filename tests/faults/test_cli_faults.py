@@ -1,7 +1,5 @@
 """The command line: full and closed outputs, signals, narrow terminals, long documents, options that do nothing."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess

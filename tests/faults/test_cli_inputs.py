@@ -1,7 +1,5 @@
 """The command line given wrong values: empty texts, options that do nothing, odd files, corpora of every kind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """`kvcli compress` is killed at many moments: the store is whole, keeps what it had, and goes on."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from functools import partial

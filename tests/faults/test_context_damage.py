@@ -1,7 +1,5 @@
 """Blocks, records and the index of a store that are damaged: one line, and other contexts stay."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Kills in the store, and several processes at once: nothing is lost."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Readers of recordings, runs and artifacts get thousands of damaged files: they work or raise errors of kvcli."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

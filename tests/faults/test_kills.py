@@ -1,7 +1,5 @@
 """Calibrate, fit and export are killed at many moments; the same call afterwards gives the same bytes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One writer a folder; a write that fails or is cut off costs nothing that was whole."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

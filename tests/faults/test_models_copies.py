@@ -1,7 +1,5 @@
 """Converted copies of built-in models: damage, copies without checksums, kills, two processes at once, bars."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

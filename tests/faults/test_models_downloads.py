@@ -1,7 +1,5 @@
 """The hub: no connection, names that do not exist, data files only."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

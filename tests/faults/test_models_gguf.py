@@ -1,7 +1,5 @@
 """GGUF files that are damaged, incomplete or contradict the config given for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model folders that are damaged, incomplete, contradictory or hostile: one line each, and no code of theirs runs."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import shutil

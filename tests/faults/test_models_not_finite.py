@@ -1,7 +1,5 @@
 """NaN and infinities that appear while a model runs, and prompts that a model cannot take."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Downloads of built-in models: progress, what breaks off and resumes, what is refused, pip's process."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Fits on degenerate calibration data: few distinct keys, low rank, values that a code cannot hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

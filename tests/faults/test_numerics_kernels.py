@@ -1,7 +1,5 @@
 """Kernels and codecs on keys and values from the smallest to the largest float16."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

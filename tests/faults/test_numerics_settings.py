@@ -1,7 +1,5 @@
 """Settings of all methods have bounds, and what a codec keeps of a sequence can be emptied, as if it were new."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contract import equal, sample

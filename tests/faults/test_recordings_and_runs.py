@@ -1,7 +1,5 @@
 """Recordings and runs: what is damaged, changed or too large is said, never used."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forward passes that the patch cannot compute as asked, and passes that run at the same time."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Models whose projections are wrapped or quantized."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that accelerate places: parts on disk, and layers that are not in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys and values beyond the range of float16, which bfloat16 and float32 models can have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import interpret  # noqa: F401

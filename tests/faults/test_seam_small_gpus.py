@@ -1,7 +1,5 @@
 """GPUs whose shared memory is too small for a kernel."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

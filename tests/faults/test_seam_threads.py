@@ -1,7 +1,5 @@
 """One model and several threads, each with a cache of its own."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables of docs are those of the committed records, links lead somewhere, and docs stay short."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

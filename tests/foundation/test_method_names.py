@@ -1,7 +1,5 @@
 """Outside of `kvcli/methods/` and the registry, no line of code knows a method by name."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

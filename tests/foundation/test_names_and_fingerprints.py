@@ -1,7 +1,5 @@
 """Names of methods with their bits, and what identifies a model, against values written out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

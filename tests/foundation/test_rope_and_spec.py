@@ -1,7 +1,5 @@
 """Rotations, and what a config says of a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `WRITE` writes the records again; `test_golden.py` compares what the same command writes elsewhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What commands print, what is fitted and which tokens are generated, against the records of an earlier commit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -11,8 +11,6 @@ does not matter, because launches depend on shapes and dtypes alone. Then the re
 Exit code 1 if a kernel does not compile or fit. Run it without TRITON_INTERPRET; it needs Triton's compiler only.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import multiprocessing

@@ -7,8 +7,6 @@ compiles what methods launch on compute capability 8.6, without a GPU and no fur
 head_dim and dtype that differ in flags alone are compiled once. Exit code 1 if one does not fit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Kernels are compiled for GPUs with less shared memory than those that they are tuned on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

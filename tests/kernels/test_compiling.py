@@ -1,7 +1,5 @@
 """Kernels compiled side by side: what is called, how often, and in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident

@@ -1,7 +1,5 @@
 """How CommVQ's bits are shared among layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Block-GTQ (arXiv 2606.24033): energies of RoPE pairs, bits that follow from them, codes of groups of equal width."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

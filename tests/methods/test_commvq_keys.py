@@ -1,7 +1,5 @@
 """CommVQ's key codebook: exact search, exact update, EM that never gets worse, commutation with RoPE."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """CommVQ's value descent against its reference codec: on a GPU if there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CommVQ's value codec: search that never gets worse, closed-form codebooks, both trainers, determinism."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The laws of codecs, on every method of the registry."""
 
-from __future__ import annotations
-
 import pytest
 from contract import CodecContract
 

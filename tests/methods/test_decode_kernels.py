@@ -1,7 +1,5 @@
 """Decode kernels against the codecs' own decoding, on awkward shapes; on a CPU in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

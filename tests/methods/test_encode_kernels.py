@@ -1,7 +1,5 @@
 """Encode kernels of scalar codes, sketches, TurboQuant and SQuat: on a GPU if there is one, else in the interpreter."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

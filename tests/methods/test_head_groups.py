@@ -1,7 +1,5 @@
 """CommVQ with a value code and a key norm per group of kv heads: as codecs of these heads alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

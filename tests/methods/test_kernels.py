@@ -1,7 +1,5 @@
 """Fused attention over codes against the reference, on awkward shapes; on a CPU in Triton's interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from typing import Any

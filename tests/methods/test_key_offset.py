@@ -1,7 +1,5 @@
 """The constant that is not coded: exact in reference and kernels, and what it does for keys with a large bias."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

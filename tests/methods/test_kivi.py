@@ -1,7 +1,5 @@
 """KIVI's and RTN's laws: counts after every step, half a step of error, exact constants."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

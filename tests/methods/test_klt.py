@@ -1,7 +1,5 @@
 """KLT: the transform of a head, keys in tiles of positions, and the fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """KLT: the codes of tokens, their gains, and what they decode to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

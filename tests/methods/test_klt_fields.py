@@ -1,7 +1,5 @@
 """KLT: fields of bits and how heads share them, and the search of a trellis."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import cache

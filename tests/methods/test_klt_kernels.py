@@ -1,7 +1,5 @@
 """KLT's kernels beside the reference: tokens encoded and decoded, queries of tiles, attention over codes."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

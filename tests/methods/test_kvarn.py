@@ -1,7 +1,5 @@
 """KVarN (arXiv 2606.03458): rotation, variance normalization, rounding of tiles."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

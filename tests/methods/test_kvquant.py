@@ -1,7 +1,5 @@
 """KVQuant (arXiv 2401.18079): levels, ranges, outliers."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

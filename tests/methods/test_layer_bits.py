@@ -1,7 +1,5 @@
 """Bits of keys and values apart, and of each layer: what is stored, counted, kept in files, and refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

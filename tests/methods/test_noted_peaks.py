@@ -1,7 +1,5 @@
 """Codes made while tokens are looked at: with an exact peak where codes do not hold them, and rounded in the window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import interpret  # noqa: F401

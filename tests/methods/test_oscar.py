@@ -1,7 +1,5 @@
 """OSCAR (arXiv 2605.17757): rotations, covariances, clipping."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Kernels that read codes from pages give what they give for the same codes in rows, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 from importlib import import_module
 from typing import Any

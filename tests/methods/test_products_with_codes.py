@@ -1,7 +1,5 @@
 """Scores and weighted sums from codes as they are stored, against decoded tokens, on awkward shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contract import Coder

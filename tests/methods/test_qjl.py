@@ -1,7 +1,5 @@
 """QJL's laws: unbiased scores with the derived variance, for both sketches; norms, outliers, seeds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """SQuat's laws: KIVI at lambda 0, the exact constrained optimum, subspaces that are the SVD's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The interpreter takes its time per operation and program, whatever the width: there, fewer matrices are solved.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

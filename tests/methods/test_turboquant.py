@@ -1,7 +1,5 @@
 """TurboQuant against the numbers and theorems of arXiv 2504.19874."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@
 into docs/results/types.jsonl, from which `docs/results/tables.py` makes the table of docs/models.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

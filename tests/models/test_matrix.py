@@ -1,7 +1,5 @@
 """A sample of the matrix, other cells every day, and the tables of docs/models.md. All cells: `pytest -m matrix`."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Loading models: the devices that weights are read onto, and what tells models apart."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

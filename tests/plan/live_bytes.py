@@ -3,8 +3,6 @@
 Code that asks for numbers is answered as it hopes: all of them are finite, none of them is wrong.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

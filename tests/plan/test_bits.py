@@ -1,7 +1,5 @@
 """The bits of the documentation's table against live caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What an engine holds: as many tokens as vLLM's own blocks had, and how that divides between GPUs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Planned bytes of caches are those that live caches report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of families whose attention or layers are not those of Llama; the bound of a pass against traced passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

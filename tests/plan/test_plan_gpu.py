@@ -1,7 +1,5 @@
 """The bound of a GPU's memory against what torch allocates there; caches are planned exactly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Planned memory, disk and files against what happens: commands in processes of their own, on a model of 300 MB."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 `raises`: the function raises. `differs`: it returns something else; where it returns nothing, it does nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

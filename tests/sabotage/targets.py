@@ -3,8 +3,6 @@
 A name that no longer exists fails the check: move its line with the code.
 """
 
-from __future__ import annotations
-
 CODECS = "methods/test_contract.py"
 CACHE = "cache/test_methods_cache.py"
 SERVER = "serve/test_server.py::test_"

@@ -3,8 +3,6 @@
 All sabotages: `pytest -m sabotage tests/sabotage`. Otherwise a few, others every day.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run folders: the same run resumes, another one is refused by name and kept."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

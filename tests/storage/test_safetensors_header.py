@@ -1,7 +1,5 @@
 """Headers of safetensors files: read as the library reads them, and refused where it refuses them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of files: read to where they belong, with the checksums of what was read."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole models as the bench runs them: prompts, sessions, methods with small groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What headless Chromium makes of pages; tests are skipped where there is none."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

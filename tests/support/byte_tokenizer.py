@@ -1,7 +1,5 @@
 """A tokenizer that decodes what it encodes: every byte is a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

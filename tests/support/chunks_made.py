@@ -1,7 +1,5 @@
 """Chunks of random numbers, and models that code and decode them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

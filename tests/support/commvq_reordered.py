@@ -1,7 +1,5 @@
 """CommVQ's re-ordered attention: codes first, codebook after (arXiv 2506.18879, Eq. 20-22); an oracle for tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

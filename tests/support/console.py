@@ -1,7 +1,5 @@
 """Calls the command line as a user does, and compresses a text with it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

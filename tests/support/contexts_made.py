@@ -1,7 +1,5 @@
 """Contexts made with one attached model, and the fixtures for that."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

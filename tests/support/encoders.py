@@ -1,7 +1,5 @@
 """Codes of the reference codecs and of the encode kernels, compared: on a GPU if there is one, else interpreted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

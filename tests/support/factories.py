@@ -1,7 +1,5 @@
 """Small things that tests make: random models, specifications, data with structure, recordings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

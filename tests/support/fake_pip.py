@@ -1,7 +1,5 @@
 """An executable in the place of Python: `-m pip download` copies wheels from a folder, in pieces, as pip does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

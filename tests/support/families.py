@@ -1,7 +1,5 @@
 """Tiny random causal language models of every type that transformers has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

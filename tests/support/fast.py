@@ -1,7 +1,5 @@
 """The files of `pytest -m fast`, some of every room; tests of kernels and slow tests in them do not take part."""
 
-from __future__ import annotations
-
 import re
 
 FAST = (

@@ -1,7 +1,5 @@
 """Without a GPU, kernels run in Triton's interpreter; Triton reads this once, so import this module first."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from importlib.util import find_spec

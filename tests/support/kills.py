@@ -1,7 +1,5 @@
 """Kills a call at a chosen moment, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

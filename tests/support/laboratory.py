@@ -1,7 +1,5 @@
 """`python -m research` inside a test: the registry has its suites in a block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A model hub on loopback: what huggingface_hub asks of one to make a repository, commit to it and read from it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Encoded tokens with random codes, and the comparison of attention over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Passes over a cache, with padding on the left, and the comparison of what two caches hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The command line with a tiny model, in a process of its own; `DIE_IN` names a function whose second call ends it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Ranks of a run, each in a forked process with a tiny model."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket
 from pathlib import Path

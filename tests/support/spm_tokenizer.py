@@ -1,7 +1,5 @@
 """A tokenizer like that of Llama 2: a space belongs to the word after it, unknown characters are bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers

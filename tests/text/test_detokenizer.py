@@ -1,7 +1,5 @@
 """The text of an answer is that of its tokens after the prompt's, however they come."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

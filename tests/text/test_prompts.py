@@ -1,7 +1,5 @@
 """Token ids of prompts are those that a text begins with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from byte_tokenizer import byte_tokenizer
