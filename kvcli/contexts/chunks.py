@@ -37,21 +37,13 @@ CREATE INDEX IF NOT EXISTS chunks_by_use ON chunks (used, bytes);
 
 
 class Chunk(NamedTuple):
-    """A chunk as it is stored.
+    """A chunk as it is stored."""
 
-    Attributes:
-        key: lower-case hexadecimal digits, at least 2.
-        data: with a checksum, which the reader checks.
-        kind: which model, method and settings, for people.
-        plain_bytes: in the engine's own dtype.
-        errors: squared error of keys and of values as a share of their energy; None: nothing is lost.
-    """
-
-    key: str
-    data: bytes
-    kind: str
-    plain_bytes: int
-    errors: tuple[float, float] | None = None
+    key: str  # lower-case hexadecimal digits, at least 2
+    data: bytes  # with a checksum, which the reader checks
+    kind: str  # which model, method and settings, for people
+    plain_bytes: int  # in the engine's own dtype
+    errors: tuple[float, float] | None = None  # squared, of keys and of values, as a share of energy; None: no loss
 
 
 class ChunksOfKind(NamedTuple):
@@ -71,9 +63,7 @@ class ChunksOfKind(NamedTuple):
 class ChunkStore:
     """The chunks of a folder, at most `max_bytes`: those that were not used for longest are removed.
 
-    Raises:
-        ContextError: something else is in the index's place, or it is read-only.
-        OSError: the folder cannot be made.
+    ContextError: something else is in the index's place, or it is read-only; OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
@@ -100,9 +90,8 @@ class ChunkStore:
         """Stores chunks that were `used` then, by default as a text now; to keep the bound, the least recently used go,
         which may be of these.
 
-        Raises:
-            OSError: the disk is full of other things; nothing is left of the chunks that were not written.
-            ContextError: the index cannot be written, or a chunk is larger than the bound; then nothing goes.
+        OSError: the disk is full of other things, and nothing is left of what was not written; ContextError: the index
+        cannot be written, or a chunk is larger than the bound, and nothing goes.
         """
         used = used or used_now(x.key for x in chunks)
         if (largest := max((len(x.data) for x in chunks), default=0)) > self.max_bytes:

@@ -62,8 +62,7 @@ class Index:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """One moment of the index inside the block; an empty one where nothing was stored.
 
-        Raises:
-            ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
+        ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
         """
         if self._exists():
             read_only = "mode=ro" if self.path.with_name("index.sqlite-wal").exists() else "mode=ro&immutable=1"
@@ -81,9 +80,7 @@ class Index:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction that alone writes, undone if the block raises; makes the index if there is none.
 
-        Raises:
-            ContextError: as for `reading`, or a store that is read-only.
-            OSError: the disk is full.
+        ContextError: as for `reading`, or a store that is read-only; OSError: the disk is full.
         """
         self._exists()
         with self._open("mode=rwc") as db:
@@ -112,14 +109,6 @@ class Index:
             db.execute("COMMIT")
             return changed
         return None
-
-    def touch(self, name: str) -> bool:
-        """Notes that a context was used, if the store can be written to and nobody else is writing.
-
-        Returns:
-            False if there is no context of this name.
-        """
-        return self.at_once("UPDATE contexts SET used = ? WHERE name = ?", [(time.time(), name)]) != 0
 
     def _exists(self) -> bool:
         """Whether there is an index; ContextError if something else is in its place."""

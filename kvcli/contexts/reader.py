@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -151,8 +152,7 @@ class ContextReader:
     def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
         """Reads and verifies the blocks of a match, with token ids int64 [1, tokens]; notes that it was used.
 
-        Raises:
-            ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
+        ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
         """
         from kvcli.cache.context import Context
 
@@ -165,7 +165,7 @@ class ContextReader:
 
     def touch(self, name: str) -> bool:
         """Notes that a context was used now, so that others are removed before it; False if it is not there."""
-        return self._index.touch(name)
+        return self._index.at_once("UPDATE contexts SET used = ? WHERE name = ?", [(time.time(), name)]) != 0
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of all blocks that a context needs, and of the files of the others."""

@@ -119,9 +119,7 @@ class ContextStore(ContextReader):
     def check_free(self, name: str, token_ids: Sequence[int] | Tensor, identity: CacheIdentity) -> None:
         """Checks that there is no context of this name, or that it has these token ids, one row, and this identity.
 
-        Raises:
-            UsageError: no name of a context.
-            ContextError: another context has the name, or a damaged one.
+        UsageError: no name of a context; ContextError: another context has the name, or a damaged one.
         """
         check_name(name)
         if name not in self.names():
@@ -136,9 +134,7 @@ class ContextStore(ContextReader):
     def remove(self, *contexts: str) -> int:
         """Removes contexts, also damaged ones, and their blocks that no other context needs; returns the bytes freed.
 
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context; nothing was removed.
+        UsageError: no name of a context; ContextError: no such context. Nothing was removed then.
         """
         for name in contexts:
             check_name(name)
@@ -149,13 +145,9 @@ class ContextStore(ContextReader):
         return self._collect()
 
     def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> Pruned:
-        """Removes contexts, the least recently used first, and then blocks that no context needs.
+        """Removes contexts, the least recently used first, until all blocks have `max_bytes`, and blocks nobody needs.
 
-        Args:
-            max_bytes: of all blocks, until which contexts are removed; None: none is.
-
-        Raises:
-            ContextError: a read-only store, or other processes wrote to the store all the time.
+        ContextError: a read-only store, or other processes wrote to the store all the time.
         """
         evicted: list[str] = []
         if not self.names() and not self._index.path.exists():

@@ -49,18 +49,15 @@ class Wheel:
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model without a model hub: the members of its wheels, in their order, make a GGUF file.
+    """A model without a model hub: the members of its wheels, in their order, make a GGUF file."""
 
-    `name` is what users type, `title` the model's own name, `copy_bytes` about the size of the converted copy.
-    """
-
-    name: str
-    title: str
+    name: str  # what users type
+    title: str  # the model's own name
     licence: str
     wheels: tuple[Wheel, ...]
     gguf_sha256: str
     gguf_bytes: int
-    copy_bytes: int
+    copy_bytes: int  # about the size of the converted copy
 
 
 _QWEN_PARTS = (

@@ -68,9 +68,8 @@ def load_gguf(
 
     The weights are dequantized to `dtype`; a transformers `config` is used in place of the file's.
 
-    Raises:
-        ModelError: the file is damaged, or its weights and the config do not belong together.
-        UnsupportedModelError: an architecture that kvcli does not compress.
+    ModelError: the file is damaged, or its weights and the config do not belong together; UnsupportedModelError: an
+    architecture that kvcli does not compress.
     """
     with _reading_gguf(f"read {path.name}", progress):
         return _load(path, path.parent, dtype, config, gguf_file=path.name)
@@ -79,9 +78,8 @@ def load_gguf(
 def read_config(folder: Path) -> Any:
     """The transformers config of a folder; no weights are read.
 
-    Raises:
-        ModelError: no config, or one that cannot be used.
-        UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
+    ModelError: no config, or one that cannot be used; UnsupportedModelError: an architecture that kvcli does not
+    compress, or that needs code of its repository.
     """
     import transformers
     from transformers import AutoConfig

@@ -36,10 +36,8 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     Returns:
         16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
         `:quantized` follows where a projection has no plain weight, or one that was decompressed. To be compared with
-        `differs`, because a model loaded in another dtype has its weights rounded.
-
-    Raises:
-        ModelError: the model has no projections, or one cannot be read.
+        `differs`, because a model loaded in another dtype has its weights rounded. ModelError: the model has no
+        projections, or one cannot be read.
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
     projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}

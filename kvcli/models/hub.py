@@ -3,20 +3,16 @@
 Files with Python code and pickles are never fetched.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.errors import CorpusError, ModelError, UsageError, error_text, suggestion
 from kvcli.models.builtin_models import BUILTIN_MODELS
-
-if TYPE_CHECKING:
-    from kvcli.progress import Say
+from kvcli.progress import Say
 
 is_folder, is_file = os.path.isdir, os.path.isfile
 """Unlike those of pathlib, False for a name longer than the file system allows."""

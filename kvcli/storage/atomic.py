@@ -19,10 +19,8 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, which takes the name `path` when the block ends without an error.
 
-    The content is on the disk before the name is, so that no power loss leaves an empty file under the name.
-
-    Raises:
-        OSError: the disk is full and the like, or a device or a folder has the name; it names the file.
+    The content is on the disk before the name is, so that no power loss leaves an empty file under the name. An OSError
+    names the file, also where a device or a folder has the name.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "Not a regular file", str(path))
@@ -85,11 +83,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file: `bytes` and `sha256`.
-
-    Raises:
-        OSError: no regular file, or one that cannot be read.
-    """
+    """Size and checksum of a file: `bytes` and `sha256`; OSError: no regular file, or one that cannot be read."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as handle:

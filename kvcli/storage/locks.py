@@ -27,12 +27,8 @@ def lock(
 ) -> Iterator[None]:
     """Locks a folder or file inside the block, which may rename or remove it; some file systems have no locks.
 
-    Args:
-        path: of the folder or file.
-        busy: raised if other processes or threads have the lock.
-        make_file: make an empty file if there is none.
-        wait_s: seconds to wait for others.
-        on_wait: called once before waiting.
+    `busy` is raised if other processes or threads have the lock for `wait_s` seconds, before which `on_wait` is called;
+    with `make_file`, an empty file is made if there is none.
     """
     if fcntl is None:
         yield

@@ -40,9 +40,8 @@ class Sealed(BaseModel):
     def read(cls, path: Path) -> Self:
         """Reads and checks a file.
 
-        Raises:
-            KvcliError: `ERROR`: missing, damaged, of another format version, changed after it was written, or with
-                fields of other types or ranges.
+        `ERROR`: missing, damaged, of another format version, changed after it was written, or with fields of other
+        types or ranges.
         """
         if cls.MISSING and not path.exists():
             raise cls.ERROR(cls.MISSING.format(folder=path.parent))
@@ -56,8 +55,7 @@ class Sealed(BaseModel):
     def unseal(cls, source: str | Path, name: str, remedy: str = "") -> Self:
         """Reads and checks a JSON object of `sealed`, or a file with it, which messages call `name`.
 
-        Raises:
-            KvcliError: `ERROR` with the remedy, by default the class's; as for `read`.
+        `ERROR` as for `read`, with the remedy, by default the class's.
         """
         remedy = remedy or cls.REMEDY
         values = read_sealed(source, cls.VERSION, remedy, cls.ERROR, name)
@@ -80,18 +78,9 @@ class RunManifest(Sealed):
     def open(cls, folder: Path, description: Mapping[str, Any], *, overwrite: bool = False) -> Self:
         """Makes a run folder, or checks that the run in it is the same one, which then resumes.
 
-        Half-written files of a killed process are removed. Files of other names stay.
-
-        Args:
-            folder: of the run.
-            description: its settings, plain JSON values.
-            overwrite: discard a run that is in the folder, also the same one.
-
-        Returns:
-            The description, and what a finished run added to it.
-
-        Raises:
-            KvcliError: `ERROR`, if the folder has another run and `overwrite` is off; it names what differs.
+        Half-written files of a killed process are removed, files of other names stay. The description is the run's
+        settings, plain JSON values; what is returned may have what a finished run added. `overwrite` discards a run
+        that is in the folder, also the same one; without it, `ERROR` names in what the folder's run is another.
         """
         path = folder / cls.FILE
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,14 +115,10 @@ def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
 def read_sealed(
     source: str | Path, version: int, remedy: str, error: type[Exception], name: str = ""
 ) -> dict[str, Any]:
-    """The fields that `write_sealed` wrote, of any types and ranges.
+    """The fields, of any types and ranges, that `write_sealed` wrote: of one JSON object, or of a file with it.
 
-    Args:
-        source: one JSON object, or a file with it.
-        version: the `format_version` it must have.
-        remedy: what to do where it cannot be used, an end of a sentence.
-        error: raised if it is damaged, has another format version or was changed after it was written.
-        name: of it in messages; default: the file's path.
+    `error` is raised if it is damaged, has another format version or was changed after it was written; the message
+    calls it `name`, by default the file's path, and ends with the remedy.
     """
     name = name or str(source)
     try:
