@@ -75,22 +75,18 @@ class SideBySide:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A suite with the class of its runs, its options, of which `model` is the argument, and a runnable example.
-
-    `tabulate` makes the table of records and options; `saves_memory` says what to do when memory does not suffice;
-    `chart` is what a report draws, of `kvcli.report.page.CHARTS`.
-    """
+    """A suite with the class of its runs."""
 
     run: ClassVar[type[Run]]
 
     name: str
     help: str
-    options: type[SuiteOptions]
-    example: str
-    tabulate: Callable[[Records, Any], DataTable]
-    saves_memory: str = ""
+    options: type[SuiteOptions]  # of which `model` is the argument
+    example: str  # a runnable command line
+    tabulate: Callable[[Records, Any], DataTable]  # makes the table of records and options
+    saves_memory: str = ""  # what to do when memory does not suffice
     side_by_side: SideBySide | None = None
-    chart: str = "figures"
+    chart: str = "figures"  # what a report draws, of `kvcli.report.page.CHARTS`
     bars: Sequence[Bars] = ()
 
     def open(self, options: Any) -> Run:

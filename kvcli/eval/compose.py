@@ -109,8 +109,6 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: ComposeOpti
 
 def prepare(options: ComposeOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model, and of each method by what was read again."""
-    from contextlib import nullcontext
-
     import torch
 
     ranks, references = joined_ranks(), dict[int, torch.Tensor]()
@@ -133,7 +131,7 @@ def prepare(options: ComposeOptions, loaded: LoadedModel, cases: Sequence[Case],
 
     def rows() -> Iterator[Measured]:
         for case in cases:
-            with case.attach(loaded, reporter) if case.compressed else nullcontext() as session:
+            with case.attached(loaded, reporter) as session:
                 contexts = {i: _contexts(loaded.model, session, prompts[i]) for i in mine} if session else {}
                 for share in (None, *options.repair) if session else (None,):
                     yield row(case, session, contexts, share)

@@ -34,15 +34,11 @@ _BOUNDARY = "\n\n"
 
 
 class Prompt(NamedTuple):
-    """A question about a text.
+    """A question about a text."""
 
-    The pieces are token ids of the text and of the question, each with its part of the chat template; `expected` is the
-    right answer; `place` has the fields of the unit that say where in a grid the prompt stands.
-    """
-
-    pieces: tuple[list[int], list[int]]
-    expected: str
-    place: dict[str, Any]
+    pieces: tuple[list[int], list[int]]  # token ids of text and question, each with its part of the chat template
+    expected: str  # the right answer
+    place: dict[str, Any]  # the fields of the unit that say where in a grid the prompt stands
 
 
 def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -> Tensor:
@@ -69,7 +65,7 @@ def greedy(
     done: Callable[[list[int]], bool] = lambda tokens: False,
     session: Session | None = None,
 ) -> tuple[list[int], Any]:
-    """Continues a prompt with the most probable token, again and again.
+    """The most probable tokens after a prompt, one by one, and the cache; ModelError: logits that are not finite.
 
     Args:
         loaded: the model, attached if the caches are compressed.
@@ -78,12 +74,6 @@ def greedy(
         stop: tokens that end the text; they are not returned.
         done: called with the tokens so far after each one; True ends the text.
         session: of the caches; on a GPU, it replays the passes of new tokens as CUDA graphs.
-
-    Returns:
-        The new tokens, and the cache.
-
-    Raises:
-        ModelError: logits that are not finite.
     """
     model: Any = loaded.model
     length = sum(map(len, pieces)) + max_new_tokens
@@ -123,9 +113,9 @@ def continuations(
     Returns the new tokens of each prompt, and the memory of the last cache, None for the uncompressed model. Ranks
     share the prompts.
     """
-    ranks, session = joined_ranks(), case.attach(loaded, reporter) if case.compressed else None
-    new_cache: NewCache = DynamicCache if session is None else session.new_cache
-    with reporter.progress(case.label, len(prompts), "prompts") as advance, session or nullcontext():
+    ranks = joined_ranks()
+    with case.attached(loaded, reporter) as session, reporter.progress(case.label, len(prompts), "prompts") as advance:
+        new_cache: NewCache = DynamicCache if session is None else session.new_cache
 
         def run(index: int) -> tuple[list[int], MemoryReport | None]:
             ended = partial(done, index)

@@ -104,18 +104,15 @@ def metrics_of(units: Sequence[Unit], compared: EvalRecord | None, seed: int = 0
 
 @dataclass(frozen=True)
 class GateResult:
-    """One comparison of a row: `gate` is `max_kld`, `max_flips` or `baseline`.
+    """One comparison of a row."""
 
-    The `limit` is the highest value that passes, or the former value; `reason` is one sentence, empty if passed.
-    """
-
-    gate: str
+    gate: str  # `max_kld`, `max_flips` or `baseline`
     label: str
     metric: str
     value: float
-    limit: float
+    limit: float  # the highest value that passes, or the former value
     passed: bool
-    reason: str = ""
+    reason: str = ""  # one sentence, empty if passed
 
 
 def check_limits(records: Sequence[Any], max_kld: float | None, max_flips: float | None) -> list[GateResult]:

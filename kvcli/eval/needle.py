@@ -16,7 +16,7 @@ from pydantic import Field
 
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
-from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, mean, values_of
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -98,7 +98,7 @@ def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], 
 
 def table(records: Records, options: NeedleOptions) -> DataTable:
     """Values that were answered, by length of the text."""
-    contexts, depths = (list(dict.fromkeys(unit[x] for unit in records[0]["units"])) for x in ("context", "depth"))
+    contexts, depths = values_of(records, "context"), values_of(records, "depth")
     rows = []
     for record in records:
         for depth in (*depths, None):

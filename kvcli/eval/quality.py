@@ -37,15 +37,11 @@ _LOGIT_TOKENS = 256
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Figures of every token, float64 [num_sequences, seq_len] each.
+    """Figures of every token, float64 [num_sequences, seq_len] each."""
 
-    `kl` is KL(uncompressed || compressed) of the next-token distribution, in nats; `flips` is 1 where the most probable
-    next token changed, else 0; `nll` is the loss of the compressed model in nats, NaN where there is no next token.
-    """
-
-    kl: Tensor
-    flips: Tensor
-    nll: Tensor
+    kl: Tensor  # KL(uncompressed || compressed) of the next-token distribution, in nats
+    flips: Tensor  # 1 where the most probable next token changed, else 0
+    nll: Tensor  # loss of the compressed model in nats, NaN where there is no next token
     reference_nll: Tensor
 
     def blocks(self) -> list[dict[str, Any]]:
@@ -158,8 +154,7 @@ def measure(
         advance: called with the number of tokens processed.
         warn: called if no token was a code when the last ones were read, so that nothing can have been lost.
 
-    Raises:
-        ModelError: logits that are not finite; the message names the method and the layer.
+    ModelError: logits that are not finite; the message names the method and the layer.
     """
 
     def run(item: tuple[int, Tensor]) -> tuple[TokenScores, MemoryReport, int]:

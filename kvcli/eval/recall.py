@@ -16,7 +16,7 @@ from pydantic import Field
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import CorpusError
-from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, agreed, by_field, difference, interval, mean, values_of
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -115,22 +115,18 @@ def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], 
 
 def table(records: Records, options: RecallOptions) -> DataTable:
     """Words quoted, by distance."""
-    distances = list(dict.fromkeys(unit["distance"] for unit in records[0]["units"]))
-    rows = []
-    for record in records:
-        for distance in (*distances, None) if len(distances) > 1 else (None,):
-            units = [unit for unit in record["units"] if distance in (None, unit["distance"])]
-            of_all = distance is None
-            rows.append(
-                {
-                    "method": record["label"],
-                    "words between": f"{distances[0] if len(distances) == 1 else distance or 'all'}",
-                    "words quoted": f"{mean(units, 'quoted'):.1f}",
-                    "95 % interval": interval(record, "quoted", "{:.1f}") if of_all else "",
-                    "difference": difference(record, "quoted", "{:+.1f}") if of_all else "",
-                    "whole passages": f"{sum(unit['exact'] for unit in units):.0f} of {len(units)}",
-                }
-            )
+    distances = values_of(records, "distance")
+    rows = [
+        {
+            "method": record["label"],
+            "words between": f"{distances[0] if len(distances) == 1 else distance or 'all'}",
+            "words quoted": f"{mean(units, 'quoted'):.1f}",
+            "95 % interval": "" if distance else interval(record, "quoted", "{:.1f}"),
+            "difference": "" if distance else difference(record, "quoted", "{:+.1f}"),
+            "whole passages": f"{sum(unit['exact'] for unit in units):.0f} of {len(units)}",
+        }
+        for record, distance, units in by_field(records, "distance")
+    ]
     words = records[0]["units"][0]["words"]
     title = f"{records[0]['model']}: words of {words} quoted before the first wrong one; {STAR}"
     return DataTable.of(title, rows, ("95 % interval",))

@@ -6,10 +6,10 @@ docs/records.md describes every field. A suite adds a class of units.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -61,16 +61,13 @@ class Metric(Strict):
 
 
 class Figure(NamedTuple):
-    """A figure that is a mean over units: its name in `EvalRecord.metrics`, and the field of the unit.
+    """A figure that is a mean over units."""
 
-    The `weight` is the field that says what a unit counts; None: all count the same. `--baseline` reads `gated` ones.
-    """
-
-    name: str
-    field: str
+    name: str  # in `EvalRecord.metrics`
+    field: str  # of the unit
     better: Better
-    weight: str | None = None
-    gated: bool = True
+    weight: str | None = None  # the field that says what a unit counts; None: all count the same
+    gated: bool = True  # whether `--baseline` reads it
 
 
 class Unit(Strict):
@@ -210,6 +207,18 @@ def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]
 def agreed(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many elements two sequences begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def values_of(records: Records, name: str) -> list[Any]:
+    """The values of a field of units, each once."""
+    return list(dict.fromkeys(unit[name] for unit in records[0]["units"]))
+
+
+def by_field(records: Records, name: str) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Records with their units by the value of a field, where there are several, and with all, whose value is None."""
+    values = values_of(records, name)
+    for record, value in product(records, (*values, None) if len(values) > 1 else (None,)):
+        yield record, value, [unit for unit in record["units"] if value in (None, unit[name])]
 
 
 def mean(units: Sequence[dict[str, Any]], name: str) -> float:

@@ -24,7 +24,7 @@ from pydantic import Field
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import CorpusError, UsageError, suggestion
-from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, by_field, difference, interval, mean, values_of
 from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -162,9 +162,7 @@ class RulerPrompt(PromptUnit):
 def longest(make: Callable[[int], Made], pieces: Callable[[Made], Sequence[list[int]]], most: int, task: str) -> Made:
     """The prompt of the largest size whose pieces have at most so many tokens.
 
-    Raises:
-        CorpusError: a corpus that is used up before.
-        UsageError: all prompts have more.
+    CorpusError: a corpus that is used up before; UsageError: all prompts have more.
     """
 
     def length(size: int) -> int:
@@ -224,21 +222,19 @@ def prepare(options: RulerOptions, loaded: LoadedModel, cases: Sequence[Case], r
 
 def table(records: Records, options: RulerOptions) -> DataTable:
     """Answers found, by task and length."""
-    tasks, contexts = (list(dict.fromkeys(unit[x] for unit in records[0]["units"])) for x in ("task", "context"))
+    tasks, contexts = values_of(records, "task"), values_of(records, "context")
     rows = []
-    for record in records:
-        for task in (*tasks, None) if len(tasks) > 1 else (None,):
-            units = [unit for unit in record["units"] if task in (None, unit["task"])]
-            by_context = {x: [unit for unit in units if unit["context"] == x] for x in contexts}
-            rows.append(
-                {
-                    "method": record["label"],
-                    "task": task or (tasks[0] if len(tasks) == 1 else "all"),
-                    **{f"{x} tokens": f"{100 * mean(by_context[x], 'found'):.1f}" for x in contexts},
-                    "95 % interval": "" if task else interval(record, "found", "{:.1f}", 100),
-                    "difference": "" if task else difference(record, "found", "{:+.1f}", 100),
-                }
-            )
+    for record, task, units in by_field(records, "task"):
+        by_context = {x: [unit for unit in units if unit["context"] == x] for x in contexts}
+        rows.append(
+            {
+                "method": record["label"],
+                "task": task or (tasks[0] if len(tasks) == 1 else "all"),
+                **{f"{x} tokens": f"{100 * mean(some, 'found'):.1f}" for x, some in by_context.items()},
+                "95 % interval": "" if task else interval(record, "found", "{:.1f}", 100),
+                "difference": "" if task else difference(record, "found", "{:+.1f}", 100),
+            }
+        )
     title = f"{records[0]['model']}: percent of RULER's answers found, {options.num_prompts} prompts per cell; {STAR}"
     return DataTable.of(title, rows, ("95 % interval",), text_columns=2)
 

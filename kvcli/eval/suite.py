@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -138,14 +138,11 @@ class CorpusOptions(EvalOptions, TextOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a method; or, not `compressed`, the model with transformers' own cache.
+    """What is measured: a method; or, not `compressed`, the model with transformers' own cache."""
 
-    The `label` is the name of the row, `impl` as in `kvcli.attach`.
-    """
-
-    label: str
+    label: str  # the name of the row
     choice: MethodChoice
-    impl: str = "auto"
+    impl: str = "auto"  # as in `kvcli.attach`
     compressed: bool = True
 
     def attach(
@@ -163,16 +160,9 @@ class Case:
         session.warmup(batch, reporter.progress, chunk)
         return session
 
-    @contextmanager
-    def caches(self, loaded: LoadedModel, reporter: Reporter) -> Iterator[NewCache]:
-        """Attaches the method for the block, and yields what makes its caches."""
-        from transformers import DynamicCache
-
-        if not self.compressed:
-            yield DynamicCache
-            return
-        with self.attach(loaded, reporter) as session:
-            yield session.new_cache
+    def attached(self, loaded: LoadedModel, reporter: Reporter) -> AbstractContextManager[Session | None]:
+        """`attach`, inside a block; the model as it is has no session."""
+        return self.attach(loaded, reporter) if self.compressed else nullcontext()
 
 
 REFERENCE = Case(UNCOMPRESSED, MethodChoice(BASELINE), compressed=False)
@@ -181,16 +171,13 @@ REFERENCE = Case(UNCOMPRESSED, MethodChoice(BASELINE), compressed=False)
 
 @dataclass(frozen=True)
 class Measured:
-    """One row: the units are what is resampled, the memory is None for the uncompressed model.
-
-    The `fields` are those that only the suite's record has; the `label` is by default the case's.
-    """
+    """One row."""
 
     case: Case
-    units: Sequence[Any]
-    memory: MemoryReport | None
-    fields: dict[str, Any] = field(default_factory=dict)
-    label: str = ""
+    units: Sequence[Any]  # what is resampled
+    memory: MemoryReport | None  # None for the uncompressed model
+    fields: dict[str, Any] = field(default_factory=dict)  # those that only the suite's record has
+    label: str = ""  # default: the case's
 
 
 @dataclass(frozen=True)
@@ -292,18 +279,15 @@ class EvalRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSuite(Suite):
-    """A suite of `kvcli eval`; `with_reference`, the uncompressed model is the first of the cases.
-
-    With `rows_per_method`, a method has several rows, which are not compared with other methods'.
-    """
+    """A suite of `kvcli eval`."""
 
     run = EvalRun
 
     unit: type[Unit]
     record: type[EvalRecord] = EvalRecord
     prepare: Callable[[Any, LoadedModel, Sequence[Case], Reporter], Prepared]
-    with_reference: bool = False
-    rows_per_method: bool = False
+    with_reference: bool = False  # whether the uncompressed model is the first of the cases
+    rows_per_method: bool = False  # whether a method has several rows, which are not compared with other methods'
 
 
 def choose_cases(options: EvalOptions) -> list[Case]:

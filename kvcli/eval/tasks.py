@@ -76,6 +76,7 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
     """
     from datasets import disable_progress_bars
     from lm_eval import evaluate
+    from transformers import DynamicCache
 
     from kvcli.eval.lm_tasks import CachedModel
 
@@ -83,8 +84,8 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
     disable_progress_bars()
     random.seed(options.seed)
     # lm-eval's own bars, one for each of its steps, are not shown
-    with case.caches(loaded, reporter) as new_cache, redirect_stderr(StringIO()):
-        model = CachedModel(loaded, new_cache, options.chunk)
+    with case.attached(loaded, reporter) as session, redirect_stderr(StringIO()):
+        model = CachedModel(loaded, DynamicCache if session is None else session.new_cache, options.chunk)
         try:
             chosen = manager.load(options.tasks)
             for task in chosen["tasks"].values():

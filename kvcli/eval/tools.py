@@ -18,7 +18,7 @@ from pydantic import Field
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ModelError
-from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean
+from kvcli.eval.records import STAR, Figure, PromptUnit, difference, interval, mean, values_of
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -175,7 +175,7 @@ def prepare(options: ToolsOptions, loaded: LoadedModel, cases: Sequence[Case], r
 
 def table(records: Records, options: ToolsOptions) -> DataTable:
     """Calls by what is right about them; those with the right arguments by length of the output, too."""
-    contexts = list(dict.fromkeys(unit["context"] for unit in records[0]["units"]))
+    contexts = values_of(records, "context")
     rows = []
     for record in records:
         units = record["units"]

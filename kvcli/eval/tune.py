@@ -108,19 +108,15 @@ class Trial:
 
 @dataclass
 class Objective:
-    """Measures methods on texts, that of the search and a held-out one: token ids, int64 [sequences, length].
+    """Measures methods; ranks share each measurement."""
 
-    What the file `path` holds is not measured again; ranks share each measurement. The `options` have `chunk` and
-    `batch_size`; `count` measurements are made at most, which read `total` tokens.
-    """
-
-    options: Any
+    options: Any  # with `chunk` and `batch_size`
     loaded: LoadedModel
     goal: Goal
-    texts: tuple[torch.Tensor, torch.Tensor]
-    path: Path
-    count: int
-    total: int
+    texts: tuple[torch.Tensor, torch.Tensor]  # of the search and held out: token ids, int64 [sequences, length]
+    path: Path  # a file; what it holds is not measured again
+    count: int  # measurements at most
+    total: int  # tokens that these read
     reporter: Reporter
     _tried: set[str] = field(default_factory=set)
     _reports: dict[bool, Any] = field(default_factory=dict)
@@ -247,13 +243,9 @@ def tune(bases: Sequence[Case], fitted: Sequence[Case], objective: Objective) ->
     Bits by layer are searched of the method that is best with the same bits in all layers: by its bytes at the asked
     loss, or its loss at the asked bytes, where the logarithm of the loss is taken to be linear in bytes.
 
-    Args:
-        bases: methods without their bits; a label is what is said after the method's name.
-        fitted: methods that are measured as they are.
-
-    Raises:
-        QualityGateError: nothing reaches the goal.
-        UsageError: a text so short that bits make no difference.
+    `bases` are methods without their bits, whose labels are what is said after the method's name; `fitted` ones are
+    measured as they are. QualityGateError: nothing reaches the goal; UsageError: a text so short that bits make no
+    difference.
     """
     goal, layers = objective.goal, objective.loaded.spec.num_layers
     trials, order = [objective.measure(case) for case in fitted], list[tuple[float, int]]()

@@ -19,6 +19,7 @@ from kvcli.models.load import LoadedModel
 pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
 
 from lm_eval.tasks import TaskManager
+from transformers import DynamicCache
 
 from kvcli.eval.lm_tasks import CachedModel, find_tasks
 
@@ -81,14 +82,18 @@ def direct(loaded: LoadedModel, context: list[int], continuation: list[int]) -> 
     return float(log_probs.gather(-1, torch.tensor(continuation)[:, None]).sum())
 
 
+def lm(loaded: LoadedModel, session: Any) -> CachedModel:
+    return CachedModel(loaded, DynamicCache if session is None else session.new_cache, chunk=16)
+
+
 @pytest.mark.parametrize("case", [REFERENCE, EXACT])
 def test_likelihoods_of_exact_caches_are_the_models_own(loaded: LoadedModel, case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(3, 259, (50,), generator=generator).tolist()
     answers = [torch.randint(3, 259, (n,), generator=generator).tolist() for n in (1, 5, 1)]
     requests = [(("", ""), context, answer) for answer in answers] + [(("", ""), context[:1], answers[1])]
-    with case.caches(loaded, Output(quiet=True)) as new_cache:
-        found = CachedModel(loaded, new_cache, chunk=16)._loglikelihood_tokens(requests)
+    with case.attached(loaded, Output(quiet=True)) as session:
+        found = lm(loaded, session)._loglikelihood_tokens(requests)
     expected = [direct(loaded, request[1], request[2]) for request in requests]
     assert [likelihood for likelihood, _ in found] == pytest.approx(expected, abs=1e-3)
 
@@ -107,8 +112,8 @@ def test_a_context_is_read_once_for_all_its_answers_and_is_not_changed_by_them(
     monkeypatch.setattr(module, "read", counted)
     context = list(range(10, 60))
     requests = [(("", ""), context, answer) for answer in ([7], [8, 9], [7])]
-    with KIVI.caches(loaded, Output(quiet=True)) as new_cache:
-        found = CachedModel(loaded, new_cache, chunk=16)._loglikelihood_tokens(requests)
+    with KIVI.attached(loaded, Output(quiet=True)) as session:
+        found = lm(loaded, session)._loglikelihood_tokens(requests)
     assert lengths == [49, 1, 2, 1]
     assert found[0] == found[2]
 
@@ -117,11 +122,11 @@ def test_answers_read_codes(loaded: LoadedModel) -> None:
     requests = [(("", ""), list(range(10, 90)), [5])]
     found = {}
     for case in (REFERENCE, KIVI):
-        with case.caches(loaded, Output(quiet=True)) as new_cache:
-            model = CachedModel(loaded, new_cache, chunk=16)
+        with case.attached(loaded, Output(quiet=True)) as session:
+            model = lm(loaded, session)
             found[case.label] = model._loglikelihood_tokens(requests)[0][0]
     assert abs(found["kivi-1"] - found["uncompressed"]) > 1e-3
-    assert model.last_cache.memory().num_encoded > 40
+    assert model.memory.num_encoded > 40
 
 
 def test_a_local_task_runs_and_its_documents_are_units(loaded: LoadedModel, tasks: Path) -> None:
@@ -153,8 +158,8 @@ def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, mo
     with pytest.raises(UsageError, match="no task 'chose'; did you mean 'choose'"):
         find_tasks(["chose"], tasks)
     request = type("Request", (), {"args": ("x", {"until": [], "do_sample": True})})()
-    with REFERENCE.caches(loaded, Output(quiet=True)) as new_cache, pytest.raises(UsageError, match="sampling"):
-        CachedModel(loaded, new_cache, chunk=16).generate_until([request])
+    with pytest.raises(UsageError, match="sampling"):
+        lm(loaded, None).generate_until([request])
 
 
 def test_a_mean_that_is_not_the_tasks_own_figure_is_left_out() -> None:
