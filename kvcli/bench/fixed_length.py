@@ -100,9 +100,7 @@ def replay_step(
 
     Keys and values are in the dtype of the model, or another one. The step attends with SDPA, or with the function that
     `plan` makes for a query [batch, num_heads, 1, head_dim] and keys like these. `on_graph` is given the graph.
-
-    Returns:
-        Seconds of each series of steps, bytes of the cache, and why there are no series.
+    Returns seconds of each series of steps, bytes of the cache, and why there are no series.
     """
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)

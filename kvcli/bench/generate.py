@@ -1,9 +1,7 @@
 """Suites `generate` and `memory`: whole models, timed end to end or asked what fits into a memory budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -15,9 +13,6 @@ from kvcli.errors import UsageError
 from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
-
-if TYPE_CHECKING:
-    from kvcli.bench.model_bench import ModelBench
 
 MEMORY_SHAPE = "llama-3.1-8b"
 FILLED_CHUNK = 4096
@@ -107,7 +102,7 @@ class MemoryOptions(WholeModelOptions):
 
 
 def prepare_generate(
-    options: GenerateBenchOptions, reporter: Reporter, make: Callable[..., ModelBench] | None = None
+    options: GenerateBenchOptions, reporter: Reporter, make: Callable[..., Any] | None = None
 ) -> BenchRows:
     """Rows of fp16 and of methods, timed; `make` a `ModelBench` that times more, from the same arguments."""
     import torch

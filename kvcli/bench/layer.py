@@ -63,24 +63,17 @@ def randomize_(codec: LayerCodec, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class EncodedLayer:
-    """Tokens of one layer as codes, and a query for them.
-
-    Attributes:
-        query: rotated, [batch, num_heads, 1, head_dim] in the dtype of the model.
-        key_state: state of the sequences, for codecs that have one.
-        first: position of the first encoded token, after the sinks.
-        pages: where the codes are, if they are in pages.
-    """
+    """Tokens of one layer as codes, and a query for them."""
 
     codec: LayerCodec
-    query: Tensor
+    query: Tensor  # rotated, [batch, num_heads, 1, head_dim] in the dtype of the model
     key_codes: Codes
     value_codes: Codes
-    key_state: State | None
+    key_state: State | None  # state of the sequences, for codecs that have one
     spec: ModelSpec
     rope: Rope
-    first: int
-    pages: PageTable | None = None
+    first: int  # position of the first encoded token, after the sinks
+    pages: PageTable | None = None  # where the codes are, if they are in pages
 
     @property
     def num_tokens(self) -> int:
@@ -140,10 +133,8 @@ def encoded_layer(
     """A layer that holds `context` tokens per sequence, rounded down to whole groups, all of them encoded.
 
     A few blocks of random keys and values are encoded; each sequence repeats them in a different order. The query is of
-    `dtype`; the seed is of codebooks, codes and query.
-
-    Raises:
-        ConfigError: settings that do not fit the shape, or a context shorter than a group.
+    `dtype`; the seed is of codebooks, codes and query. ConfigError: settings that do not fit the shape, or a context
+    shorter than a group.
     """
     generator = torch.Generator(device).manual_seed(seed)
     codec = unfitted_codec(case, spec, layer_idx).to(device)
@@ -201,18 +192,12 @@ def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How kernels compare with the reference.
+    """How kernels compare with the reference."""
 
-    Attributes:
-        out_error: |out - reference| / |reference| of attention over the same codes, at most `tolerance`.
-        lse_error: largest absolute difference of a log-sum-exp; None where there is none.
-        encoding_gap: relative difference of the encoding errors of kernels and reference; None if no kernels encode.
-    """
-
-    out_error: float
-    lse_error: float | None
+    out_error: float  # |out - reference| / |reference| of attention over the same codes, at most `tolerance`
+    lse_error: float | None  # largest absolute difference of a log-sum-exp; None where there is none
     tolerance: float
-    encoding_gap: float | None = None
+    encoding_gap: float | None = None  # relative difference of their encoding errors; None if no kernels encode
 
     @property
     def holds(self) -> bool:

@@ -41,34 +41,20 @@ Mark = tuple[int, float]
 
 @dataclass(frozen=True)
 class ModelRun:
-    """One run of a model; peaks are None on a CPU.
+    """One run of a model; peaks are None on a CPU."""
 
-    Attributes:
-        prefill_s: of the prompt, encoding included.
-        ttft_s: until the first token was chosen.
-        decode_s: of all tokens after the first, capturing CUDA graphs included.
-        cache_bytes: allocated by the cache at the end.
-        peak_bytes: of what torch allocated, weights included.
-        reserved_bytes: peak of what torch reserved, which is what a limit counts.
-        used_bytes: of the keys and values at the end, which a step reads: no headroom, nor positions, which all layers
-            share.
-        other_bytes: of them in layers that do not attend to the whole context, which no method compresses.
-        how: how the tokens after the first were generated.
-        steady: number and seconds of steady steps; None: their rate is that of `decode_s`.
-        note: why the tokens were not generated faster.
-    """
-
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    cache_bytes: int
-    peak_bytes: int | None
-    reserved_bytes: int | None
+    prefill_s: float  # of the prompt, encoding included
+    ttft_s: float  # until the first token was chosen
+    decode_s: float  # of all tokens after the first, capturing CUDA graphs included
+    cache_bytes: int  # allocated by the cache at the end
+    peak_bytes: int | None  # of what torch allocated, weights included
+    reserved_bytes: int | None  # peak of what torch reserved, which is what a limit counts
+    # of the keys and values at the end, which a step reads: no headroom, nor positions, which all layers share
     used_bytes: int = 0
-    other_bytes: int = 0
-    how: str = "eager"
-    steady: tuple[int, float] | None = None
-    note: str | None = None
+    other_bytes: int = 0  # of them in layers that do not attend to the whole context, which no method compresses
+    how: str = "eager"  # how the tokens after the first were generated
+    steady: tuple[int, float] | None = None  # number and seconds of steady steps; None: the rate is that of `decode_s`
+    note: str | None = None  # why the tokens were not generated faster
 
 
 def random_model(shape: str, num_layers: int | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
@@ -99,9 +85,7 @@ def attached(model: Any, case: MethodChoice, impl: str, seed: int) -> AbstractCo
 def open_session(model: Any, case: MethodChoice, impl: str, seed: int) -> Session:
     """Attaches a method with random codebooks to a model, the baseline too; see `kvcli.attach`.
 
-    Raises:
-        UsageError: an implementation that cannot run.
-        ConfigError: settings that do not fit the model.
+    UsageError: an implementation that cannot run; ConfigError: settings that do not fit the model.
     """
     spec = probe(model).spec
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -125,8 +109,7 @@ def run_model(
     """Reads a prompt and continues it greedily: `Session.generate`, or transformers' own passes.
 
     Args:
-        model: a causal language model.
-        session: of the method that is attached to it; None: the model with `DynamicCache`.
+        session: of the method that is attached to the model; None: the model with `DynamicCache`.
         ids: prompt, int64 [batch, time].
         new_tokens: 0 reads the prompt only.
         chunk: tokens of the whole batch per forward pass of the prompt; None: all.
@@ -286,9 +269,7 @@ def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int
     """Appends `count` random tokens per sequence to a cache, of `session` or of transformers, without its model.
 
     The cache appends, encodes and allocates as in a prefill by chunks of `chunk` tokens of the whole batch.
-
-    Raises:
-        UnsupportedModelError: layers of other kinds, whose own caches cannot be filled.
+    UnsupportedModelError: layers of other kinds, whose own caches cannot be filled.
     """
     spec = probe(model).spec
     if spec.other_layers:

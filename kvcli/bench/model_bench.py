@@ -96,23 +96,14 @@ def with_ratios(row: Row, baseline: Row) -> Row:
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Measures methods on one model.
+    """Measures methods on one model; fields without a comment are as in `run_model`."""
 
-    Attributes:
-        model: a causal language model, detached.
-        cases: the methods; the first is fp16.
-        impl: as in `kvcli.attach`.
-        seed: of prompts and codebooks.
-        memory_budget: bytes that torch may reserve, weights included; None: all there are.
-        prefill_chunk, fill_middle, mode: as in `run_model`.
-    """
-
-    model: Any
-    cases: list[MethodChoice]
+    model: Any  # detached
+    cases: list[MethodChoice]  # the first is fp16
     _: KW_ONLY
-    impl: str
-    seed: int
-    memory_budget: int | None = None
+    impl: str  # as in `kvcli.attach`
+    seed: int  # of prompts and codebooks
+    memory_budget: int | None = None  # bytes that torch may reserve, weights included; None: all there are
     prefill_chunk: int | None = None
     fill_middle: bool = False
     mode: Mode | None = None

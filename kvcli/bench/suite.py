@@ -123,25 +123,18 @@ class WholeModelOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of `batch` sequences of `context` tokens.
-
-    Attributes:
-        impl: attention that ran: sdpa, fused, reference or another library's.
-        note: what went wrong, or why it was not faster.
-        out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
-        lse_error, encoding_gap: as in `kvcli.bench.layer.Agreement`; in records of suites that name them.
-        figures: some of those that the suite names, by name; what is measured only if the status is `ok`.
-    """
+    """A row of `batch` sequences of `context` tokens, with errors as in `kvcli.bench.layer.Agreement`."""
 
     method: str
     context: int
     batch: int
-    impl: str
+    impl: str  # attention that ran: sdpa, fused, reference or another library's
     status: Status = "ok"
-    note: str | None = None
-    out_error: float | None = None
-    lse_error: float | None = None
+    note: str | None = None  # what went wrong, or why it was not faster
+    out_error: float | None = None  # None where the reference itself ran
+    lse_error: float | None = None  # as the next one, in records of suites that name them
     encoding_gap: float | None = None
+    # some of those that the suite names, by name; what is measured only if the status is `ok`
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def plus(self, **figures: Any) -> Row:
@@ -149,11 +142,7 @@ class Row:
         return replace(self, figures={**self.figures, **figures})
 
     def checked(self, agreement: Agreement | None) -> Row:
-        """The row with the errors of its kernels; None: no kernel runs.
-
-        Raises:
-            NoFigures: they differ from the reference.
-        """
+        """The row with the errors of its kernels; None: no kernel runs. NoFigures: they differ from the reference."""
         if agreement is None:
             return self
         row = replace(self, **{name: error for name, error in vars(agreement).items() if name != "tolerance"})
@@ -252,18 +241,14 @@ class BenchRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSuite(Suite):
-    """A suite of `kvcli bench`.
-
-    Attributes:
-        figures: of a record, and what they mean; None in rows that lack them.
-        summarize: gives fields of the JSON object that are of all records together.
-    """
+    """A suite of `kvcli bench`."""
 
     run = BenchRun
 
     prepare: Callable[[Any, Reporter], BenchRows]
-    figures: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, str] = field(default_factory=dict)  # of a record, and what they mean; None in rows without
     chart: str = "times"
+    # gives fields of the JSON object that are of all records together
     summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
 
     def record(self, row: Row) -> dict[str, Any]:

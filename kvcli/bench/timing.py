@@ -25,18 +25,15 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Percentiles of the time of one call in microseconds, of replays of a CUDA graph or of eager calls.
-
-    `eager_us` is the median without a graph; `note` says why no graph could be recorded.
-    """
+    """Percentiles of the time of one call in microseconds, of replays of a CUDA graph or of eager calls."""
 
     p20_us: float
     p50_us: float
     p80_us: float
-    eager_us: float
+    eager_us: float  # the median without a graph
     how: Literal["graph", "eager"]
     repeats: int
-    note: str | None = None
+    note: str | None = None  # why no graph could be recorded
 
 
 def time_call(call: Call, device: torch.device, repeats: int, *, graph: bool = True) -> Timing:

@@ -51,8 +51,7 @@ def domains(split: str | None = None) -> dict[str, tuple[str, ...]]:
 def builtin_files(source: str, split: str) -> list[Path]:
     """Files of `builtin` (all of `MIXTURE`) or `builtin:NAME` (a domain or source) in a split, in alphabetical order.
 
-    Raises:
-        CorpusError: no such domain, source or split, or one that has no text in this split.
+    CorpusError: no such domain, source or split, or one that has no text in this split.
     """
     if split not in SPLITS:
         raise CorpusError(f"'{source}' has no split '{split}'; it has {' and '.join(SPLITS)}")

@@ -60,14 +60,11 @@ def collect(
         shard: record this share alone; `shards.merge` puts all shares together.
         ranks: processes that share the work, all called with the same arguments, and with files in common; their
             shares are in folders below the recording's until rank 0 has put them together.
-        overwrite: discard a recording that is in the folder, also the same one.
+        overwrite: discard a recording that is in the folder, also the same one; else SamplesError names what differs.
         advance: called with the number of tokens of each pass of this rank, recorded now or before, unless all were.
 
-    Raises:
-        SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
-            used by another process or has too little disk; samples that are not finite.
-        UsageError: more ranks or shards than forward passes.
-        RankError: another rank has ended.
+    SamplesError: the folder is used by another process or has too little disk, or samples are not finite; UsageError:
+    more ranks or shards than forward passes; RankError: another rank has ended.
     """
     first = ranks.rank == 0
     collection = _Collection(loaded, sequences, config, folder, provenance, advance, say, shard)

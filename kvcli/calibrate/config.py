@@ -42,20 +42,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class CollectConfig:
-    """Settings of a recording.
-
-    Attributes:
-        query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
-        layer_window: layers per pass; 0: as many as keep a part below half a GiB.
-        fisher_sequences: sequences whose gradients are computed, their first 1024 tokens, for the Fisher information.
-    """
+    """Settings of a recording."""
 
     num_sequences: int
     seq_len: int
-    query_sequences: int
+    query_sequences: int  # sequences whose queries are recorded too; keys and values are recorded for all
     batch_size: int
-    layer_window: int = 0
-    fisher_sequences: int = 0
+    layer_window: int = 0  # layers per pass; 0: as many as keep a part below half a GiB
+    fisher_sequences: int = 0  # whose gradients, of their first 1024 tokens, give the Fisher information
 
     @classmethod
     def for_tokens(

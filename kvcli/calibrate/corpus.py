@@ -37,23 +37,16 @@ _PIECE_CHARACTERS = 65536
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """The text to read.
+    """The text to read."""
 
-    Attributes:
-        source: `builtin` (a mixture of domains), `builtin:NAME` (a domain or a source), a dataset's hub name, a
-            file, a folder, or `-` for standard input.
-        split: `calibration` or `heldout` for built-in text, the dataset's split for hub names; unused elsewhere.
-        name: configuration of a hub dataset, such as `sample-10BT`; None elsewhere.
-        revision: commit, tag or branch of a hub dataset; None elsewhere.
-        seed: of the shuffle; the order is the same for the same seed.
-    """
-
+    # `builtin` (a mixture of domains), `builtin:NAME` (a domain or a source), a dataset's hub name, a file, a folder,
+    # or `-` for standard input
     source: str = BUILTIN
-    split: str = "calibration"
-    name: str | None = None
-    revision: str | None = None
+    split: str = "calibration"  # or `heldout` of built-in text; the split of a dataset on the hub; unused elsewhere
+    name: str | None = None  # configuration of a hub dataset, such as `sample-10BT`; None elsewhere
+    revision: str | None = None  # commit, tag or branch of a hub dataset; None elsewhere
     text_column: str = "text"
-    seed: int = 0
+    seed: int = 0  # of the shuffle; the order is the same for the same seed
 
     @classmethod
     def fineweb_edu(cls, seed: int = 0) -> CorpusConfig:
@@ -77,13 +70,9 @@ class CorpusConfig:
 def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say | None = None) -> Iterator[str]:
     """Streams non-empty documents in a seeded random order.
 
-    Args:
-        skipping: rows without text are left out, and this gets a line that counts them at the end; None: they are
-            errors.
-
-    Raises:
-        CorpusError: the source does not exist, cannot be reached or read, or lacks the text column; a row without text;
-            a split, name or revision that the source does not have.
+    With `skipping`, rows without text are left out, and it gets a line that counts them at the end. CorpusError: the
+    source does not exist, cannot be reached or read, or lacks the text column; a row without text; a split, name or
+    revision that the source does not have.
     """
     if config.source == "-":
         _check_local(config)
@@ -115,10 +104,9 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None, skipping: Say |
 def check_source(config: CorpusConfig, seq_len: int = 0, option: str = "seq_len", *, shared: bool = False) -> None:
     """Checks a local source by name and size, so that it fails before a model is loaded.
 
-    Raises:
-        CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given; far
-            fewer bytes than a sequence of `seq_len` tokens takes, which the `option` says.
-        UsageError: standard input, which several processes would read, as is `shared` or as torchrun says.
+    CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given; far
+    fewer bytes than a sequence of `seq_len` tokens takes, which the `option` says. UsageError: standard input, which
+    several processes would read, as is `shared` or as torchrun says.
     """
     if config.source == "-":
         if shared or environment().count > 1:
@@ -243,13 +231,9 @@ def token_sequences(
 ) -> Tensor:
     """Packs documents into sequences of equal length, with the end-of-text token between documents.
 
-    Each sequence begins as the tokenizer begins a text: models that were trained so lose far more without.
-
-    Returns:
-        int64 [num_sequences, seq_len]; fewer sequences when the texts run out.
-
-    Raises:
-        CorpusError: the texts do not fill a single sequence, whose length the `option` says.
+    Each sequence begins as the tokenizer begins a text: models that were trained so lose far more without. Returns
+    int64 [num_sequences, seq_len], fewer sequences when the texts run out. CorpusError: they do not fill a single one,
+    whose length the `option` says.
     """
     import torch
 

@@ -54,15 +54,10 @@ def sequence_sums(
 ) -> Iterator[tuple[int, Sums]]:
     """The terms of single sequences in the Fisher information and covariance of all layers' keys and values.
 
-    Which tokens are drawn from the model for a sequence does not depend on the others in `indices`.
-
-    Args:
-        sequences: int64 [num_sequences, seq_len] token ids.
-        indices: which of the sequences; they are yielded in ascending order, with sums on the CPU.
-        advance: called with the number of tokens after each sequence.
-
-    Raises:
-        SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
+    Of `sequences`, token ids int64 [num_sequences, seq_len], those of `indices` are yielded in ascending order, with
+    sums on the CPU; which tokens are drawn from the model for one does not depend on the others. `advance` is called
+    with the number of tokens after each. SamplesError: logits or gradients that are not finite, or a model that is not
+    differentiable.
     """
     generator, model = torch.Generator().manual_seed(seed), loaded.model
     for index, sequence in enumerate(sequences[: max(indices, default=-1) + 1]):
@@ -112,10 +107,8 @@ def layer_fisher(sums: Iterable[Sums], num_layers: int) -> list[LayerFisher]:
 def backward(model: Any, sequence: Tensor, uniform: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of each layer with their gradients, for one sequence [time].
 
-    `uniform`, float64 [time] in [0, 1), decides which token is drawn from the model at each position.
-
-    Raises:
-        SamplesError: a model that is not differentiable, such as one with quantized weights of some kinds.
+    `uniform`, float64 [time] in [0, 1), decides which token is drawn from the model at each position. SamplesError: a
+    model that is not differentiable, such as one with quantized weights of some kinds.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
 

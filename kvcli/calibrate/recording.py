@@ -29,8 +29,7 @@ _RECORD_AGAIN = SamplesManifest.REMEDY
 class Recording:
     """A finished folder of recorded samples.
 
-    Raises:
-        SamplesError: no manifest, a damaged one, another format version, or a recording that was not finished.
+    SamplesError: no manifest, a damaged one, another format version, or a recording that was not finished.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,17 +97,10 @@ class Recording:
         The first layer of a part verifies the part's sha256. Keys and values that are a single block stay in memory
         once they were read.
 
-        Args:
-            sequences: ranges of sequences.
-            skip: tokens at the beginning of each sequence that are left out.
-            scratch: folder for what is derived from the samples and exceeds a block; None: that of the system.
-
-        Returns:
-            Samples for each of the ranges; their queries are the same tensor.
-
-        Raises:
-            SamplesError: the layer was not recorded, no queries were, or a part is missing or damaged; reading keys or
-                values raises it if they are not finite.
+        Samples for each range of sequences have the same tensor of queries. `skip` tokens at the beginning of each
+        sequence are left out; what is derived from the samples and exceeds a block goes to the folder `scratch`, None:
+        that of the system. SamplesError: the layer was not recorded, no queries were, or a part is missing or damaged;
+        reading keys or values raises it if they are not finite.
         """
         window = next((i for i, (a, b) in enumerate(self.manifest.windows) if a <= layer_idx < b), None)
         if window is None:
@@ -148,8 +140,7 @@ class Recording:
 class _LayerReader:
     """One layer in the parts of its window; its tensors are checked when it is made.
 
-    Attributes:
-        key_bias: float32 [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
+    `key_bias`, float32 [num_kv_heads, head_dim], is that of the model's key projection; None where it has none.
     """
 
     def __init__(self, paths: Sequence[Path], manifest: SamplesManifest, layer_idx: int) -> None:

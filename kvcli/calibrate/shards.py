@@ -30,11 +30,9 @@ def merge(
     """Makes a recording of all its shares, in any order.
 
     Files are linked where the file system can do so, and copied elsewhere; the shares stay. `overwrite` discards
-    another recording in `out`; `advance` is called with the number of files after each.
-
-    Raises:
-        SamplesError: a folder without a finished share, shares of different recordings, one that is missing or given
-            twice, or damaged files; the output folder holds another recording.
+    another recording in `out`; `advance` is called with the number of files after each. SamplesError: a folder without
+    a finished share, shares of different recordings, one that is missing or given twice, or damaged files; the output
+    folder holds another recording.
     """
     with locked(out, SamplesError):
         merge_into(folders, out, overwrite=overwrite, advance=advance)
@@ -76,8 +74,7 @@ def merge_into(
 def write_fisher(folder: Path, paths: Sequence[Path], num_layers: int) -> None:
     """Writes the Fisher information of all layers from files with the sums of sequences, which are added in order.
 
-    Raises:
-        SamplesError: a file that cannot be read.
+    SamplesError: a file that cannot be read.
     """
 
     def sums() -> Iterator[Sums]:
@@ -92,10 +89,8 @@ def write_fisher(folder: Path, paths: Sequence[Path], num_layers: int) -> None:
 
 
 def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
-    """Folders and manifests of all shares of one recording, in their order.
-
-    Raises:
-        SamplesError: as `merge`, but for damaged files of samples, which are not read.
+    """Folders and manifests of all shares of one recording, in their order; SamplesError as `merge`, but no samples are
+    read.
     """
     shares: dict[int, tuple[Path, SamplesManifest]] = {}
     for folder in folders:

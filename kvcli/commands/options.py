@@ -9,16 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvcli.errors import ConfigError, UsageError, error_text
 from kvcli.models.builtin_models import DEFAULT_MODEL
@@ -36,13 +27,14 @@ DEVICES_HELP = "GPUs of this machine to share the work, a process on each: a num
 """Help of every `--devices`."""
 
 
-def _check_devices(text: str) -> str:
+def _check_devices(value: Any) -> str:
+    text = str(value)
     if text != "all" and not (text.isdecimal() and 0 < int(text) < 1000):
         raise ValueError("a number of processes, or 'all' for the GPUs of this machine")
     return text
 
 
-Devices = Annotated[str, BeforeValidator(str), AfterValidator(_check_devices)]
+Devices = Annotated[str, BeforeValidator(_check_devices)]
 
 _CHARACTERS, _DEPTH = 2**16, 12
 """Of YAML, at most."""
@@ -52,11 +44,7 @@ AUTO_DEVICE = "auto"
 
 
 class Options(BaseModel):
-    """Base of the options of every command.
-
-    Attributes:
-        other_panel: the group in the help of options that `kvcli.cli.flags` does not name.
-    """
+    """Base of the options of every command; those that `kvcli.cli.flags` names no group for are in `other_panel`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     other_panel: ClassVar[str] = "How"

@@ -17,22 +17,14 @@ _PADDING = 3
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows of text under a title.
-
-    Attributes:
-        columns: headings; the first column names the row and is always shown.
-        rows: one text per column.
-        text_columns: first columns that are text, aligned to the left; the others are aligned to the right.
-        prose: columns whose cells may be broken between words.
-        optional: columns that are left out on a narrow terminal, the first of them first.
-    """
+    """Rows of text under a title."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text_columns: int = 1
-    prose: Sequence[str] = ()
-    optional: Sequence[str] = ()
+    columns: Sequence[str]  # headings; the first column names the row and is always shown
+    rows: Sequence[Sequence[str]]  # one text per column
+    text_columns: int = 1  # first columns that are text, aligned to the left; the others are aligned to the right
+    prose: Sequence[str] = ()  # columns whose cells may be broken between words
+    optional: Sequence[str] = ()  # columns that are left out on a narrow terminal, the first of them first
 
     @classmethod
     def of(

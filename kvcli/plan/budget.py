@@ -85,13 +85,10 @@ def largest(
     growth: float = 2.0,
     resolution: float = 0.0,
 ) -> int:
-    """The largest size that fits, 0 if none does, by growing or shrinking from `start`, then by bisection.
+    """The largest size that fits, as all smaller ones do, at most `most`; 0 if none does.
 
-    Args:
-        fits: whether a size fits; if one does, all smaller ones do.
-        start: a guess; the better, the smaller may the factor `growth` be.
-        most: the largest size to try.
-        resolution: share of the answer that it may fall short of the largest.
+    Sizes grow or shrink by the factor `growth` from `start` on, a guess; then by bisection. The answer may fall short
+    of the largest by a share of it, the `resolution`.
     """
     good, end = 0, sys.maxsize if most is None else most + 1
     bad, size = end, min(start, end - 1)

@@ -34,40 +34,27 @@ _LONGEST = 2**20
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer's codes, per group of tokens that are encoded together, and of what it keeps once.
-
-    Attributes:
-        key_group, value_group: bytes of a group of one sequence.
-        key_tokens, value_tokens: tokens of a group.
-        state: bytes that the key codec keeps of a sequence.
-        fitted: bytes that a model holds once.
-    """
+    """Bytes of one layer's codes, per group of tokens of a sequence that are encoded together, with their numbers."""
 
     key_group: int
     value_group: int
     key_tokens: int
     value_tokens: int
-    state: int
-    fitted: int
+    state: int  # bytes that the key codec keeps of a sequence
+    fitted: int  # bytes that a model holds once
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The caches of a method on a model's shapes.
-
-    Attributes:
-        dtype: of the model.
-        fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
-        other_bytes: bytes that layers without codes keep of a sequence of so many tokens; None: not known.
-    """
+    """The caches of a method on a model's shapes."""
 
     spec: ModelSpec
     method: Method
     config: CacheConfig
     layers: tuple[LayerBytes, ...]
-    dtype: torch.dtype
-    fused: bool = False
-    other_bytes: Callable[[int], int] | None = None
+    dtype: torch.dtype  # of the model
+    fused: bool = False  # whether kernels attend to codes; the reference keeps a rotation of each, where it needs them
+    other_bytes: Callable[[int], int] | None = None  # of layers without codes, by tokens of a sequence; None: unknown
 
     @classmethod
     def of_codecs(
@@ -200,11 +187,9 @@ class CachePlan:
 def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
     """Bits per value of one sequence in a 16-bit model, without the artifact and per-sequence state.
 
-    The method may have bits, such as `kivi-2`; `contexts` are lengths of the prompt, each a cache of its own.
-
-    Returns:
-        Nominal bits; stored bits of encoded keys and of values, scales and norms included; bits over all tokens at each
-        context, window and positions included.
+    The method may have bits, such as `kivi-2`; `contexts` are lengths of the prompt, each a cache of its own. Returns
+    nominal bits; stored bits of encoded keys and of values, scales and norms included; `effective` bits over all tokens
+    at each context, window and positions included.
     """
     choice = MethodChoice(name, settings)
     method, config = choice.record, choice.config

@@ -34,15 +34,11 @@ TIER: dict[str, Any] = json.loads(Path(__file__).with_name("tier.json").read_tex
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of which each serves requests of its own, and divides every layer between its GPUs.
-
-    Attributes:
-        memory_bytes: of a GPU, that an engine may use.
-    """
+    """Nodes of which each serves requests of its own, and divides every layer between its GPUs."""
 
     nodes: int
     gpus: int
-    memory_bytes: int
+    memory_bytes: int  # of a GPU, that an engine may use
 
     def holds(self, plan: MethodPlan, length: int, requests: int | None = None) -> dict[str, int | None] | None:
         """`tokens` in the pages of all nodes, and `requests` of so many tokens at a time; None: no codes in pages.

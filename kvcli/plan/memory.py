@@ -55,12 +55,7 @@ _LONGEST = 2**27
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that is not loaded.
-
-    Attributes:
-        config: of transformers.
-        dtype: that its weights will have.
-    """
+    """A model that is not loaded, with its config of transformers and the dtype that its weights will have."""
 
     name: str
     config: Any
@@ -211,21 +206,14 @@ def other_bytes_of(loaded: LoadedModel) -> Callable[[int], int] | None:
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """Memory and disk of a method on a model.
-
-    Attributes:
-        name: the method with its bits.
-        config: its settings, resolved for the model's shapes.
-        fused: whether kernels attend to codes.
-        program_bytes: memory of the process before a model is loaded.
-    """
+    """Memory and disk of a method on a model."""
 
     planned: PlannedModel
-    name: str
+    name: str  # the method with its bits
     method: Method
-    config: CacheConfig
-    fused: bool = False
-    program_bytes: int = 0
+    config: CacheConfig  # its settings, resolved for the model's shapes
+    fused: bool = False  # whether kernels attend to codes
+    program_bytes: int = 0  # memory of the process before a model is loaded
 
     @cached_property
     def codecs(self) -> Sequence[LayerCodec]:

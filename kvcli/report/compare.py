@@ -38,8 +38,7 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
         `kvcli bench`, medians, have `B / A`.
         `only in A`, `only in B`: names of rows.
 
-    Raises:
-        UsageError: a record lacks what is compared.
+    UsageError: a record lacks what is compared.
     """
     try:
         a, b = _rows(first), _rows(second)

@@ -28,9 +28,7 @@ BARS = "▁▂▃▄▅▆▇█"
 def describe(path: Path) -> dict[str, Any]:
     """Kind and facts of what lies at a path; a context of a store is at STORE/NAME.
 
-    Raises:
-        UsageError: nothing is there, or something that is none of these.
-        KvcliError: it is damaged or of another version.
+    UsageError: nothing is there, or something that is none of these; KvcliError: it is damaged or of another version.
     """
     if (path / "kvcli.json").exists():
         from kvcli.artifact.artifact import Artifact  # imports torch

@@ -60,10 +60,7 @@ MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know.
-
-    `verdict` is what the table says, in words; empty: nothing.
-    """
+    """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know."""
 
     suite: str
     title: str
@@ -71,7 +68,7 @@ class Section:
     table: DataTable
     commands: Sequence[str]
     notes: Sequence[str]
-    verdict: str = ""
+    verdict: str = ""  # what the table says, in words; empty: nothing
 
     @property
     def about(self) -> str:
@@ -81,10 +78,8 @@ class Section:
 def read(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """The records of a file, lines of `--out` or the object of `--json`; `units` may have been left out.
 
-    Control characters outside `units` are blanks: a terminal would obey them, and charts cannot have them.
-
-    Raises:
-        UsageError: no such file, or a row that is no record.
+    Control characters outside `units` are blanks: a terminal would obey them, and charts cannot have them. UsageError:
+    no such file, or a row that is no record.
     """
     plain = read_plain(path, warn)
     rows = [{name: x if name == "units" else _printable(x) for name, x in row.items()} for row in plain]
