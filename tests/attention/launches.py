@@ -5,8 +5,6 @@
 Run it without TRITON_INTERPRET, with `tests/kernels` on the path. 0 kv heads: latents of twice as many channels.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from contextlib import closing

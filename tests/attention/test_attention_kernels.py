@@ -1,7 +1,5 @@
 """What surrounds attention over codes in kernels: long chunks, window tokens, rotation; against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parts import DEVICE, Rotary, make_codec

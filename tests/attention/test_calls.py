@@ -1,7 +1,5 @@
 """What one more layer costs a decoded token in Python: calls of our functions, and how often they change the file."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chunks whose counts are on the device give the states of ordinary passes, and leave the same cache behind."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

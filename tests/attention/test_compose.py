@@ -1,7 +1,5 @@
 """Documents side by side: what stays of each, what is left out, and what is read again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Passes whose counts are on the device make the tokens of ordinary passes, and leave the same cache behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

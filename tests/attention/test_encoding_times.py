@@ -1,7 +1,5 @@
 """Keys and values that are encoded at different times: attention over a cache, against all tokens kept beside it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from factories import make_model, make_spec

@@ -1,7 +1,5 @@
 """The same laws on a GPU: the cache against transformers' own, codes and fits against the CPU's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads of all sizes, in all dtypes, with 1 to 16 queries per kv head: every method runs, by kernels or with a note."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

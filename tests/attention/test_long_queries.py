@@ -1,7 +1,5 @@
 """Attention of long queries: running states, decoded blocks, new tokens apart from the older window; merged sets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from parts import DEVICE, assert_same, make_codec, make_part

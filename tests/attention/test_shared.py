@@ -1,7 +1,5 @@
 """`kvcli.new_cache`: a model is attached while one of its caches lives, and no longer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules around attention run by kernels of few launches, in decode steps."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial

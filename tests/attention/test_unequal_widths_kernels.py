@@ -1,7 +1,5 @@
 """Kernels for latents, whose queries go on with the channels of values, and for values wider or narrower than keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A session's kernels are compiled before its first pass, and none later."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attaching any method of the registry to a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

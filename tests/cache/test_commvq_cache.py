@@ -1,7 +1,5 @@
 """CommVQ through the whole cache on a tiny model: its re-ordered attention, batches, bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A cache in a file: exact in another process, and refused where it would mean something else or is damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A model attached with Triton kernels against the same model attached with the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

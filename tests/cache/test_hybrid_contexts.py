@@ -1,7 +1,5 @@
 """Contexts of models of which some layers keep a window, a convolution or a recurrence: stored and used whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

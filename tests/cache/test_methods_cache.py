@@ -1,7 +1,5 @@
 """The laws of the cache, on every method of the registry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys with a large constant part and no bias to take it from: the mean of a sequence's first keys is not coded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Snapshots of a cache: what is taken out and put into an empty one goes on with the very same numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What the cache stores, when it encodes, and that its bytes are what it says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a context was made with: all weights and the adapters that are active, where an artifact asks for less."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace

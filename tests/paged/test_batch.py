@@ -1,7 +1,5 @@
 """Where the tokens of a pass go."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that find where the tokens of a pass go, next to what PyTorch finds."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels of exact tokens in pages and rings, next to what they are in PyTorch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

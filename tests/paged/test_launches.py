@@ -1,7 +1,5 @@
 """How many kernels a layer of a captured step launches, of Triton and PyTorch: what short contexts wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

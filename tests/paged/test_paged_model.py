@@ -1,7 +1,5 @@
 """Passes of several requests over pages of codes, beside sessions of the same codes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial

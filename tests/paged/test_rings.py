@@ -1,7 +1,5 @@
 """Which ring is whose, when requests are known by their pages alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

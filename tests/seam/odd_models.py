@@ -1,7 +1,5 @@
 """Small changes of Llama's attention and positions, such as a model that nobody has seen yet may have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that accelerate spreads over two pretended devices, with their rotary module on either."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every family of models through the cache: the keys of its attention, dtypes, and kernels with caps and sinks."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

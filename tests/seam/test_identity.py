@@ -1,7 +1,5 @@
 """Constants in place of a rotary embedding: whatever a model computes with them is what ones and zeros would give."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Latent attention (MLA) is attention of one kv head over the latents that the model caches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

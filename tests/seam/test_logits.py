@@ -1,7 +1,5 @@
 """Logits of hidden states that were computed before, by the model's own code."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of text and images: their language model through the cache, with and without an image in the prompt."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that attend in ways of their own: refused in one line that says why, or right to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotations that depend on the length of a text: those of longrope (Phi-3) and of dynamic NTK scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

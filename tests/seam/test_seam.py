@@ -1,7 +1,5 @@
 """The fp16 method against transformers' own cache: the same tokens in every way of generating, the same logits."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

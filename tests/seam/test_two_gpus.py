@@ -1,7 +1,5 @@
 """A model whose layers are on two GPUs, as `device_map="auto"` puts them there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The versions of transformers that are promised, and the two names of the argument that takes a cache."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from contextlib import nullcontext

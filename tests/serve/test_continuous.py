@@ -1,7 +1,5 @@
 """Requests of several clients in the same passes of `kvcli serve`, which join and leave between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Documents of a library in a request: side by side, in its order, with what is wrong told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

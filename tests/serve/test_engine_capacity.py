@@ -1,7 +1,5 @@
 """`python -m research.engine_capacity`."""
 
-from __future__ import annotations
-
 from engine_answers import prompts_of
 from served import tiny
 

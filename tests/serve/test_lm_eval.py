@@ -1,7 +1,5 @@
 """lm-eval's own client of completions, on a task of local data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of a server, and the list of contexts that it shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

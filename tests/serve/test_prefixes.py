@@ -1,7 +1,5 @@
 """What is read of a prompt does not depend on what was kept of earlier ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`kvcli serve` as a process: what it refuses to start with, how it ends, and what a killed one leaves."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

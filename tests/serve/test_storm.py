@@ -1,7 +1,5 @@
 """Many clients of `kvcli serve`, among kills, a full disk and clients that go away."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

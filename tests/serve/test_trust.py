@@ -1,7 +1,5 @@
 """Who is served, and what is said to those who are not: wrong keys, hosts, bodies, and what is no HTTP."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket
