@@ -18,15 +18,11 @@ COMMANDS = {
     **{"calibrate": "calibrate:CALIBRATE", "merge": "calibrate:MERGE", "fit": "fit:FIT"},
     **{name: f"fit:OTHER_NAMES.{name.replace('-', '_')}" for name in FIT_NAMES},
     **{"export": "fit:EXPORT", "ask": "ask:COMMAND", "generate": "generate:COMMAND", "compress": "compress:COMMAND"},
-    **{
-        "contexts": "contexts:COMMANDS",
-        "library": "library:COMMANDS",
-        "chat": "chat:COMMAND",
-        "serve": "serve:COMMAND",
-    },
-    **{"eval": "suites:EVAL", "bench": "suites:BENCH", "tune": "tune:COMMAND", "methods": "methods:COMMAND"},
-    **{"report": "inspect:REPORT", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF", "push": "share:PUSH"},
-    **{"pull": "share:PULL", "warmup": "warmup:COMMAND", "doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
+    **{"contexts": "contexts:COMMANDS", "library": "library:COMMANDS", "chat": "chat:COMMAND"},
+    **{"serve": "serve:COMMAND", "eval": "suites:EVAL", "bench": "suites:BENCH", "tune": "tune:COMMAND"},
+    **{"methods": "methods:COMMAND", "report": "inspect:REPORT", "inspect": "inspect:INSPECT", "diff": "inspect:DIFF"},
+    **{"push": "share:PUSH", "pull": "share:PULL", "warmup": "warmup:COMMAND"},
+    **{"doctor": "doctor:DOCTOR", "env": "doctor:ENV"},
 }
 """Command name to `module:attribute` in this package, in the order of the help."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -121,9 +120,10 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
             output.warn(f"of the documents chosen, {fit} fit: {', '.join(names[fit:])} left out")
         lengths = [known[name].record.num_tokens for name in names[:fit] if name in known]
         more = options.max_new_tokens + library.question(question).shape[1]
-        needed = _needed(session, loaded.name, library.prefill_chunk, 1.0)  # codes of a document, and of all together
-        what = f"{', '.join(names[:fit])} have {sum(lengths)} tokens together"
-        _check_free(session, what, needed, sum(lengths), more, lambda most: f"{most} would fit; name fewer")
+        # codes of a document, and of all together
+        if lack := _lack(session, loaded.name, library.prefill_chunk, 1.0, sum(lengths), more):
+            what = f"{', '.join(names[:fit])} have {sum(lengths)} tokens together"
+            raise UsageError(f"{what}, which {lack[0]}; {lack[1]} would fit; name fewer")
         composed = library.compose(names[:fit], repair=options.repair, progress=output.progress)
         count, compose_s = composed.input_ids.shape[1], time.perf_counter() - started
         again = f", {composed.reread} of them read again" if composed.reread else ""
@@ -177,41 +177,34 @@ def check_memory(document: Document, more: int) -> None:
     """Raises UsageError, before a document is read, where it and `more` tokens may not fit into memory."""
     session, tokens = document.session, document.ids.shape[1]
     stored = 0.2 if session.model.device.type == "cpu" else 0.0  # blocks that are being stored or loaded
-    needed = _needed(session, document.loaded.name, document.prefill_chunk, stored)
-    what = f"the document has {tokens} tokens"
-    _check_free(
-        session, what, needed, tokens, more,
-        lambda most: f"{document.that_fits(most)}, or choose a --method with fewer bits",
-    )  # fmt: skip
+    if lack := _lack(session, document.loaded.name, document.prefill_chunk, stored, tokens, more):
+        remedy = f"{document.that_fits(lack[1])}, or choose a --method with fewer bits"
+        raise UsageError(f"the document has {tokens} tokens, which {lack[0]}; {remedy}")
 
 
-def _needed(session: Session, name: str, chunk: int | None, copies: float) -> Callable[[int, int], int]:
-    """Bytes beside the weights for so many tokens and further ones, and `copies` of the cache, also a part of one."""
+def _lack(
+    session: Session, name: str, chunk: int | None, copies: float, tokens: int, more: int
+) -> tuple[str, int] | None:
+    """Why so many tokens and `more` may not fit beside the weights, and how many would; None: they do.
+
+    They take `copies` of the cache, also a part of one, besides.
+    """
+    from kvcli.commands.machine import free_bytes
+    from kvcli.plan.budget import largest
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
     model, fused = session.model, session.backend.impl == "fused"
     config = deepcopy(model.config)  # a model that is made of one changes it
     planned = PlannedModel(name, config, model.dtype, model.device)
     plan = MethodPlan(planned, session.method.name, session.method, session.config, fused)
-    return lambda tokens, more: (
-        plan.bytes_beside_weights(tokens, more, chunk=chunk) + int(copies * plan.memory(tokens, more).cache_bytes)
-    )
 
+    def needed(count: int) -> int:
+        return plan.bytes_beside_weights(count, more, chunk=chunk) + int(copies * plan.memory(count, more).cache_bytes)
 
-def _check_free(
-    session: Session, what: str, needed: Callable[[int, int], int], tokens: int, more: int, remedy: Callable[[int], str]
-) -> None:
-    """UsageError: there is less than is needed; `remedy` is told how many tokens would fit."""
-    from kvcli.commands.machine import free_bytes
-    from kvcli.plan.budget import largest
-
-    free = free_bytes(session.model.device)
-    if needed(tokens, more) > free:
-        most = largest(lambda count: needed(count, more) <= free, start=tokens, most=tokens, resolution=1 / 256)
-        raise UsageError(
-            f"{what}, which may take {size(needed(tokens, more))} beside the model, and {size(free)} are free; "
-            f"{remedy(most)}"
-        )
+    if (most := needed(tokens)) <= (free := free_bytes(model.device)):
+        return None
+    fit = largest(lambda count: needed(count) <= free, start=tokens, most=tokens, resolution=1 / 256)
+    return f"may take {size(most)} beside the model, and {size(free)} are free", fit
 
 
 SAVES_MEMORY = "lower --prefill-chunk, shorten the document, or choose a --method with fewer bits"

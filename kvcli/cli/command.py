@@ -29,27 +29,17 @@ from kvcli.storage.ranks import environment
 
 @dataclass(frozen=True)
 class Command(Generic[OptionsT]):
-    """A command whose flags are the fields of an options model.
-
-    Attributes:
-        options: a field's description is its help.
-        example: a runnable command line, shown at the end of the help.
-        arguments: fields that are positional.
-        settings: of a method, which are options too and become entries of `setting`.
-        resumes: whether the same command goes on where it was interrupted.
-        saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
-        summary: the help; default: the docstring of `run`.
-    """
+    """A command whose flags are the fields of an options model."""
 
     name: str
-    options: type[OptionsT]
+    options: type[OptionsT]  # a field's description is its help
     run: Callable[[OptionsT, Output], None]
-    example: str
-    arguments: tuple[str, ...] = ()
-    settings: type[BaseModel] | None = None
-    resumes: bool = False
-    saves_memory: str = ""
-    summary: str = ""
+    example: str  # a runnable command line, shown at the end of the help
+    arguments: tuple[str, ...] = ()  # fields that are positional
+    settings: type[BaseModel] | None = None  # of a method, which are options too and become entries of `setting`
+    resumes: bool = False  # whether the same command goes on where it was interrupted
+    saves_memory: str = ""  # what to do when memory does not suffice, such as `lower --batch-size`
+    summary: str = ""  # the help; default: the docstring of `run`
 
     def typer(self) -> typer.Typer:
         """The command as typer takes it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvcli.cli.output import Output
 from kvcli.commands.paths import model_folder
 from kvcli.contexts import index
-from kvcli.errors import CacheError, ContextError, UsageError
+from kvcli.errors import CacheError, ContextError, UsageError, error_text
 
 if TYPE_CHECKING:
     from kvcli.cache.context import Context
@@ -76,8 +76,6 @@ def read_texts(files: list[Path], one_of_a_name: str = "") -> list[Source]:
     UsageError: a file that cannot be read, has no text, or none in UTF-8; where `one_of_a_name` says what to do about
     them, two files of one name.
     """
-    from kvcli.text.extract import text_of
-
     paths: list[Path] = []
     for file in files:
         if not file.is_dir():
@@ -86,21 +84,45 @@ def read_texts(files: list[Path], one_of_a_name: str = "") -> list[Source]:
             paths += inside
         else:
             raise UsageError(f"{file} has no files")
-    sources = []
-    for path in paths:
-        if path != STANDARD_INPUT:
-            try:
-                sources.append(Source(path.stem, text_of(path)))
-            except OSError as error:
-                raise UsageError(f"cannot read {path}: {error.strerror}") from error
-        elif text := _read(path).rstrip("\n"):
-            sources.append(Source("stdin", text))
-        else:
-            raise UsageError("standard input is empty")
+    sources = [Source("stdin" if path == STANDARD_INPUT else path.stem, text_of(path)) for path in paths]
     names = [source.name for source in sources]
     if one_of_a_name and (twice := [name for name in names if names.count(name) > 1]):
         raise UsageError(f"two files are named {twice[0]}; {one_of_a_name}")
     return sources
+
+
+def text_of(path: Path) -> str:
+    """The text of a PDF or HTML file by its suffix, else as UTF-8, or of standard input.
+
+    UsageError: a package that is not installed, a file that cannot be read so, or that has no text.
+    """
+    kind = path.suffix.lower()
+    try:
+        text = _pdf(path) if kind == ".pdf" else _html(path) if kind in (".html", ".htm") else _read(path)
+    except ImportError as error:
+        raise UsageError(f"{path} needs packages: pip install 'kvcli[library]'") from error
+    text = text.rstrip("\n")
+    if not text.strip():
+        raise UsageError(f"{_shown(path)} {'has no text' if kind in ('.pdf', '.html', '.htm') else 'is empty'}")
+    return text
+
+
+def _pdf(path: Path) -> str:
+    from pypdf import PdfReader
+
+    try:
+        pages = [page.extract_text() for page in PdfReader(path).pages]
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except Exception as error:  # a parser of files of strangers raises errors of many kinds
+        raise UsageError(f"{path} is no PDF that can be read: {error_text(error)}") from error
+    return "\n\n".join(filter(None, map(str.strip, pages)))
+
+
+def _html(path: Path) -> str:
+    from inscriptis import get_text  # type: ignore[import-untyped]
+
+    return str(get_text(_read(path)))
 
 
 def _read(path: Path) -> str:
@@ -155,10 +177,8 @@ def open_library(
 def load_context(source: Path, model: str, store: Path | None = None, conversation: bool = False) -> Context:
     """Reads and verifies a context: a file, or by name in the store of a model; one of a `conversation` if so.
 
-    Raises:
-        UsageError: it holds no conversation.
-        CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.
-        ContextError: a context of the store that is damaged.
+    UsageError: it holds no conversation; CacheError: a file that is missing or damaged, of several sequences, with
+    padding, or without its token ids; ContextError: a context of the store that is damaged.
     """
     from kvcli.cache.context import Context
     from kvcli.text.prompts import Rendered

@@ -1,10 +1,9 @@
 """`kvcli methods`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from kvcli.bench.suite import Lengths
 from kvcli.cli.command import Command, try_method
@@ -13,9 +12,6 @@ from kvcli.commands.options import Options
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 CONTEXTS = [4096, 131072]
 _COMPARISONS = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}

@@ -10,19 +10,9 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
 from kvcli.commands.tables import DataTable
@@ -137,16 +127,16 @@ class Output:
             yield lambda count: None
         elif self.console.is_terminal:
             columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                DownloadColumn() if unit == "B" else MofNCompleteColumn(),
+                bars.SpinnerColumn(),
+                bars.TextColumn("{task.description}"),
+                bars.BarColumn(bar_width=None),
+                bars.DownloadColumn() if unit == "B" else bars.MofNCompleteColumn(),
                 _Average(unit),
-                TimeElapsedColumn(),
-                TextColumn("eta"),
+                bars.TimeElapsedColumn(),
+                bars.TextColumn("eta"),
                 _Average(None),
             )
-            with Progress(*columns, console=self.console, expand=True) as bar:
+            with bars.Progress(*columns, console=self.console, expand=True) as bar:
                 task = bar.add_task(label, total=total)
                 yield lambda count: bar.update(task, completed=min(total, bar.tasks[0].completed + count))
                 bar.update(task, visible=bool(bar.tasks[0].completed))
@@ -180,14 +170,14 @@ class Stage(Output):
         pass
 
 
-class _Average(ProgressColumn):
+class _Average(bars.ProgressColumn):
     """Units per second, or without a unit the time left, averaged over the whole task: known after one step."""
 
     def __init__(self, unit: str | None) -> None:
         super().__init__()
         self.unit = unit
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         done, seconds = task.completed, task.elapsed or 0
         if self.unit is not None:
             return Text(_rate(done / seconds if seconds else 0.0, self.unit))

@@ -96,7 +96,13 @@ class SessionOptions(ModelOptions):
             if str(context) not in index.names(place):
                 raise CacheError(f"there is no file {context}, and {index.no_context(place, str(context))}")
         if self.fit:
-            check_fit(self.method, self.artifact)
+            if self.method is None or self.artifact is not None:
+                raise UsageError("--fit makes the artifact of a --method: name a method, and no --artifact")
+            if not get_config(parse_name(self.method)[0]).needs_artifact:
+                raise UsageError(f"method '{self.method}' needs no artifact; leave out --fit")
+            if environment().count > 1:
+                advice = "start 'kvcli calibrate' and 'kvcli fit' with --devices instead"
+                raise UsageError(f"--fit is for one process; {advice}")
         if context is None or self.names_method:
             self.choice().check(fit=self.fit)
 
@@ -145,16 +151,11 @@ class SamplingOptions(SessionOptions):
 
 @dataclass
 class ChosenMethod:
-    """What is attached to the model.
-
-    Attributes:
-        layers: that are compressed; None: all.
-        fit: whether the artifact is found, or made, when the model is there.
-    """
+    """What is attached to the model."""
 
     choice: MethodChoice
-    layers: list[int] | None = None
-    fit: bool = False
+    layers: list[int] | None = None  # that are compressed; None: all
+    fit: bool = False  # whether the artifact is found, or made, when the model is there
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -175,16 +176,6 @@ class ChosenMethod:
         """Finds or makes the artifact, with `fit`."""
         if self.fit:
             self.choice = replace(self.choice, artifact=fitted(self.choice.method, loaded, output))
-
-
-def check_fit(method: str | None, artifact: Path | None) -> None:
-    """UsageError: there is nothing to fit, an artifact is named, or several processes run."""
-    if method is None or artifact is not None:
-        raise UsageError("--fit makes the artifact of a --method: name a method, and no --artifact")
-    if not get_config(parse_name(method)[0]).needs_artifact:
-        raise UsageError(f"method '{method}' needs no artifact; leave out --fit")
-    if environment().count > 1:
-        raise UsageError("--fit is for one process; start 'kvcli calibrate' and 'kvcli fit' with --devices instead")
 
 
 def fitted(method: str, loaded: LoadedModel, output: Output) -> Path:

@@ -53,20 +53,14 @@ def _prepare_libraries(arguments: list[str]) -> None:
     threads of one; where nothing else runs, those that sleep at once decode at two thirds of the speed. Long commands
     wake them too often to let them sleep at once; the system zeroes each page of their large tensors anew.
     """
-    waiting = (
-        {"GOMP_SPINCOUNT": "10000"} if arguments[:1] != ["serve"] and _is_alone() else {"OMP_WAIT_POLICY": "PASSIVE"}
-    )
+    alone = _LOAD.is_file() and _LOAD.read_text().split()[3].startswith("1/")  # no other thread of the machine runs now
+    waiting = {"GOMP_SPINCOUNT": "10000"} if alone and arguments[:1] != ["serve"] else {"OMP_WAIT_POLICY": "PASSIVE"}
     if arguments and arguments[0].startswith(_LONG):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB on Linux
         waiting = {"GOMP_SPINCOUNT": "1000"}  # some tens of microseconds
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ.update(waiting)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as up to Triton 3.9, which warns of another default
-
-
-def _is_alone() -> bool:
-    """Whether no other thread of the machine runs just now, which Linux tells."""
-    return _LOAD.is_file() and _LOAD.read_text().split()[3].startswith("1/")
 
 
 def _last_resort(error: BaseException) -> int:

@@ -15,11 +15,8 @@ class Detokenizer:
     """Text of tokens as they come.
 
     A decoder may drop the space before the first word of what it is given, or need several tokens for one character:
-    each token is decoded together with some before it, and a character is held back until its last byte is there.
-
-    Args:
-        prompt: token ids before the new ones; the last few are enough.
-        skip_special_tokens: see `PreTrainedTokenizerBase.decode`.
+    each token is decoded together with some before it, of which the last few of `prompt` are the first, and a character
+    is held back until its last byte is there.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:

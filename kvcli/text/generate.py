@@ -45,9 +45,7 @@ def compress(
         progress: counts a chunk's tokens layer by layer, so that it moves within chunks.
         after_chunk: called with the cache after each forward pass.
 
-    Raises:
-        UsageError: a cache that holds all of `ids`.
-        ModelError: the model's values are not finite.
+    UsageError: a cache that holds all of `ids`; ModelError: the model's values are not finite.
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
     unread, layers = ids.shape[1] - cache.get_seq_length(), len(decoder_layers(session.model))
@@ -67,26 +65,17 @@ def compress(
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text with its timing and memory.
-
-    Attributes:
-        ttft_s: seconds until the first token was chosen, prefill and encoding included.
-        tokens_per_s: rate after the first token; 0 when there was one token only.
-        memory: of the cache at the end.
-        reused_tokens: prompt tokens that the cache had before.
-        graph_bytes: memory that captured CUDA graphs took while tokens were made.
-        note: why steps were not captured; None if there is nothing to say.
-    """
+    """Generated text with its timing and memory."""
 
     text: str
     prompt_tokens: int
     new_tokens: int
-    ttft_s: float
-    tokens_per_s: float
-    memory: MemoryReport
-    reused_tokens: int = 0
-    graph_bytes: int = 0
-    note: str | None = None
+    ttft_s: float  # seconds until the first token was chosen, prefill and encoding included
+    tokens_per_s: float  # rate after the first token; 0 when there was one token only
+    memory: MemoryReport  # of the cache at the end
+    reused_tokens: int = 0  # prompt tokens that the cache had before
+    graph_bytes: int = 0  # memory that captured CUDA graphs took while tokens were made
+    note: str | None = None  # why steps were not captured; None if there is nothing to say
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""

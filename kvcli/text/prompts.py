@@ -21,16 +21,13 @@ Message = Mapping[str, Any]
 def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_nothing) -> Tensor:
     """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
 
-    An empty prompt becomes the beginning-of-text token, which `say` is told.
-
-    Raises:
-        UsageError: an empty prompt, where the tokenizer has no beginning-of-text token.
-        ModelError: a chat template that fails, or token ids that the model has no embedding for.
+    An empty prompt becomes the beginning-of-text token, which `say` is told. UsageError: the tokenizer has none;
+    ModelError: a chat template that fails, or token ids that the model has no embedding for.
     """
     if not prompt:
         say("the prompt is empty: the model starts from its first token alone")
     if chat:
-        return chat_ids(loaded, [{"role": "user", "content": prompt}])
+        return ids_of_text(loaded, chat_text(loaded, [{"role": "user", "content": prompt}]))
     tokenizer: Any = loaded.tokenizer
     ids = ids_to_continue(tokenizer, prompt)
     if not ids:
@@ -66,11 +63,6 @@ def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:
             "use the tokenizer and the weights of one model"
         )
     return torch.tensor([ids], device=loaded.model.device)
-
-
-def chat_ids(loaded: LoadedModel, messages: Sequence[Message], tools: Any = None) -> Tensor:
-    """Token ids [1, time] of a conversation and of the beginning of a reply; see `chat_text`."""
-    return ids_of_text(loaded, chat_text(loaded, messages, tools=tools))
 
 
 def chat_text(

@@ -12,8 +12,8 @@ from console import invoke, refused, result, says
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
+from kvcli.cli.inputs import text_of
 from kvcli.errors import UsageError
-from kvcli.text.extract import text_of
 
 HOW = ("--method", "fp16", "--residual-length", "8", "--sink-length", "2")
 STORE = ("--store", "s")

@@ -16,7 +16,7 @@ from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.models.fingerprint import text_identity
 from kvcli.seam.versions import with_cache
 from kvcli.text.generate import compress
-from kvcli.text.prompts import Rendered, chat_ids, checked_messages, common_length
+from kvcli.text.prompts import Rendered, chat_text, checked_messages, common_length, ids_of_text
 
 SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
 
@@ -71,17 +71,17 @@ def test_a_reply_keeps_the_tokens_that_the_model_made(loaded: Any) -> None:
     """Three bytes that are no text are shown as one character, which has other tokens."""
     nothing, more = Rendered((), "", torch.zeros(1, 0, dtype=torch.int64)), {"role": "user", "content": "Go on"}
     first = nothing.followed_by(loaded, {"role": "user", "content": "Hello"})
-    assert torch.equal(first.ids, chat_ids(loaded, first.messages))
+    assert torch.equal(first.ids, ids_of_text(loaded, chat_text(loaded, first.messages)))
     second = first.replied("\ufffd", torch.cat((first.ids, torch.tensor([[200, 201, 202]])), dim=1))
     third = second.followed_by(loaded, more)
     assert torch.equal(third.ids[:, : second.ids.shape[1]], second.ids)
-    assert not torch.equal(third.ids, chat_ids(loaded, third.messages))
+    assert not torch.equal(third.ids, ids_of_text(loaded, chat_text(loaded, third.messages)))
     again = Rendered.from_notes(second.notes(7), second.ids[:, :7], "c")
     assert (again.messages, again.text) == (second.messages, second.text)
     assert torch.equal(again.ids, second.ids)
     loaded.tokenizer.chat_template = "Other: " + CHAT
     fourth = second.followed_by(loaded, more)
-    assert torch.equal(fourth.ids, chat_ids(loaded, fourth.messages))
+    assert torch.equal(fourth.ids, ids_of_text(loaded, chat_text(loaded, fourth.messages)))
 
 
 @pytest.mark.parametrize("notes", [{}, {"messages": []}, {"messages": [{"role": "user", "content": "x"}]}])

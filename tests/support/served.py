@@ -31,7 +31,7 @@ from kvcli.serve.app import Server
 from kvcli.serve.continuous import ContinuousEngine
 from kvcli.serve.prefixes import Prefixes
 from kvcli.serve.sequential import SequentialEngine
-from kvcli.text.prompts import chat_ids
+from kvcli.text.prompts import prompt_ids
 
 LONG = 3000
 """Tokens of an answer that takes longer than any test waits."""
@@ -95,7 +95,7 @@ class Served:
     def generated(self, prompt: str, count: int, chat: bool = False) -> str:
         """The text that the session's own `generate` makes of a prompt that is too short to be kept."""
         if chat:
-            ids = chat_ids(self.loaded, [{"role": "user", "content": prompt}])
+            ids = prompt_ids(self.loaded, prompt, chat=True)
         else:
             ids = torch.tensor([self.loaded.tokenizer(prompt)["input_ids"]])
         made = self.session.generate(ids, sampling=SamplingConfig(count)).sequences[0, ids.shape[1] :]
