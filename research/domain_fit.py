@@ -149,7 +149,7 @@ def fit_on(
     except ArtifactError:
         pass
     size = CollectConfig.for_tokens(
-        sequences,
+        *sequences.shape,
         query_tokens=settings.query_tokens,
         fisher_tokens=settings.fisher_tokens,
         batch_size=settings.batch_size,

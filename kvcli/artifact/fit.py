@@ -129,7 +129,7 @@ def fit_recording(
         "method": method.name,
         "config": config.model_dump(),
         **recording.identity,
-        "provenance": {**recording.manifest.provenance, "num_tokens": recording.num_tokens, "seed": seed},
+        "provenance": {**recording.manifest.provenance, "num_tokens": recording.manifest.num_tokens, "seed": seed},
         "recording_sha256": json_sha256(recording.manifest.values),
         "block_tokens": block_tokens,
     }

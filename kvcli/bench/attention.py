@@ -97,9 +97,9 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
 
     from kvcli.attention.backend import choose_backend
     from kvcli.attention.reference import attend_codes as reference_attend
-    from kvcli.bench.layer import compare_attention, encoded_layer, uncompressed_layer
+    from kvcli.bench.layer import compare_attention, encoded_layer, shape_rope, uncompressed_layer
     from kvcli.bench.timing import copy_bandwidth, time_call
-    from kvcli.models.shapes import shape_rope, shape_spec
+    from kvcli.models.shapes import shape_spec
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.backend import choose_backend
@@ -24,6 +25,7 @@ from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.pages import PageTable
 from kvcli.methods.per_layer import make_codec
+from kvcli.models.shapes import shape_config
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
@@ -43,6 +45,11 @@ _BLOCKS = 4
 _OBSERVED_TOKENS = 64
 _QUERY_SCALE = 2.0
 """Standard deviation of the scores: attention neither uniform nor on one token."""
+
+
+def shape_rope(name: str, device: torch.device) -> Rope:
+    """The rotary embedding that transformers gives a model of this shape."""
+    return Rope(LlamaRotaryEmbedding(shape_config(name)).to(device))
 
 
 def unfitted_codec(choice: MethodChoice, spec: ModelSpec, layer_idx: int) -> LayerCodec:
@@ -81,10 +88,7 @@ class EncodedLayer:
         return self.value_codes.num_tokens if self.pages is None else self.pages.length
 
     def in_pages(self, page_size: int | None) -> EncodedLayer:
-        """The same tokens in pages, in random order; errors as those of `PageTable`, and for part of a page or group.
-
-        None: as they are.
-        """
+        """The same tokens in pages, in random order, None: in rows; errors as `PageTable`, and for part of a page."""
         if page_size is None:
             return self
         if self.num_tokens % page_size:

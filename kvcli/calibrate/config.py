@@ -1,16 +1,11 @@
 """Settings of a recording, and the share of it that a process records."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvcli.errors import UsageError
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FISHER_SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
@@ -53,18 +48,12 @@ class CollectConfig:
 
     @classmethod
     def for_tokens(
-        cls, sequences: Tensor, *, query_tokens: int, fisher_tokens: int, batch_size: int, layer_window: int = 0
+        cls, count: int, seq_len: int, *, query_tokens: int, fisher_tokens: int, batch_size: int, layer_window: int = 0
     ) -> Self:
-        """For [num_sequences, seq_len] token ids and numbers of tokens, which are rounded up to whole sequences."""
-        count, seq_len = sequences.shape
-        return cls(
-            num_sequences=count,
-            seq_len=seq_len,
-            query_sequences=min(count, -(-query_tokens // seq_len)),
-            batch_size=batch_size,
-            fisher_sequences=min(count, -(-fisher_tokens // min(seq_len, FISHER_SEQ_LEN))),
-            layer_window=layer_window,
-        )
+        """For `count` sequences and numbers of tokens, which are rounded up to whole sequences."""
+        queries = min(count, -(-query_tokens // seq_len))
+        fisher = min(count, -(-fisher_tokens // min(seq_len, FISHER_SEQ_LEN)))
+        return cls(count, seq_len, queries, batch_size, layer_window, fisher)
 
     @property
     def fisher_tokens(self) -> int:

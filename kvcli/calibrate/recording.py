@@ -50,11 +50,6 @@ class Recording:
         return {name: self.manifest.values[name] for name in ("model", "fingerprint", "spec")}
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens recorded per layer."""
-        return self.manifest.num_tokens
-
-    @property
     def layers(self) -> list[int]:
         """Indices of the recorded layers, ascending."""
         return list(range(self.spec.num_layers))

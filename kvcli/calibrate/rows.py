@@ -43,10 +43,7 @@ def text_of(record: Any, column: str) -> str:
 
 
 def read_rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
-    """The rows of a file as `text_of` takes them, counted from 1, those of JSON lines by line.
-
-    CorpusError: the file cannot be read.
-    """
+    """The rows of a file for `text_of`, counted from 1, JSON lines by line; CorpusError: it cannot be read."""
     kind = format_of(path)
     try:
         with gzip.open(path) if path.suffix.lower() == _COMPRESSED else path.open("rb") as file:

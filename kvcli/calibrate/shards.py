@@ -89,9 +89,7 @@ def write_fisher(folder: Path, paths: Sequence[Path], num_layers: int) -> None:
 
 
 def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
-    """Folders and manifests of all shares of one recording, in their order; SamplesError as `merge`, but no samples are
-    read.
-    """
+    """Folders and manifests of all shares of one recording, in their order; SamplesError as `merge`, samples unread."""
     shares: dict[int, tuple[Path, SamplesManifest]] = {}
     for folder in folders:
         if not (folder / SamplesManifest.FILE).exists():

@@ -105,7 +105,7 @@ def run(options: CalibrateOptions, output: Output, loaded: LoadedModel | None = 
         if len(sequences) < count:
             output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
         budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size", "layer_window"})
-        config = CollectConfig.for_tokens(sequences, **budgets)
+        config = CollectConfig.for_tokens(*sequences.shape, **budgets)
         share = Shard(ranks.rank + 1, ranks.count) if ranks.count > 1 else shard
         needed = config.disk_bytes(loaded.spec, shard)
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def merge_shards(options: MergeOptions, output: Output) -> None:
     total = sum(len(manifest.parts) for _, manifest in shards)
     with output.progress("merge", total, "files") as advance:
         recording = merge(folders, folder, overwrite=options.overwrite, advance=advance)
-    counts = {"num_tokens": recording.num_tokens, "layers": len(recording.layers), "shards": len(shards)}
+    counts = {"num_tokens": recording.manifest.num_tokens, "layers": len(recording.layers), "shards": len(shards)}
     output.result({"samples": str(folder), **counts}, str(folder), ["kvcli", "fit", folder])
 
 

@@ -1,11 +1,9 @@
 """`kvcli fit` and its names for some methods, whose settings are typed options of theirs; `kvcli export`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, create_model
 
@@ -17,9 +15,6 @@ from kvcli.commands.sizes import size
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, get_config, get_method, make_config, parse_name
 from kvcli.storage.ranks import join_ranks, start_ranks
-
-if TYPE_CHECKING:
-    from kvcli.methods.method import Method
 
 
 class FitOptions(ComputeOptions):
@@ -94,7 +89,7 @@ def run(options: FitOptions, output: Output) -> None:
     if any(reused):
         output.say(f"{sum(reused)} of {len(layers)} layers were fitted already and are reused")
     reports.sort(key=lambda report: int(report["layer"]))
-    for line in summary(method, reports):
+    for line in summary(method.fit_metrics, reports):
         (output.warn if line.startswith("warning: ") else output.say)(line)
     artifact = None
     if options.out is None and ranks.rank == 0:
@@ -107,12 +102,12 @@ def run(options: FitOptions, output: Output) -> None:
     output.result(record, artifact or str(folder), generate_with(artifact) if artifact else following)
 
 
-def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line per metric of a method, with the mean and the extremes and their layers and heads, then the warnings."""
+def summary(metrics: Mapping[str, str], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per metric, by its label, with the mean and the extremes and their layers and heads, then the warnings."""
     from kvcli.artifact.metadata import metric_values
 
     lines = []
-    for name, label in method.fit_metrics.items():
+    for name, label in metrics.items():
         if values := metric_values(reports, name):
             mean = sum(value for value, _ in values) / len(values)
             (least, first), (greatest, last) = min(values), max(values)

@@ -197,10 +197,7 @@ def duration(seconds: float) -> str:
 
 
 def write_stdout(text: str) -> None:
-    """Writes to standard output.
-
-    BrokenPipeError: the reader left; OutputError: standard output is closed or full.
-    """
+    """Writes to standard output; BrokenPipeError: the reader left; OutputError: it is closed or full."""
     try:
         if sys.stdout is None:
             raise OutputError("cannot write to standard output: it is closed")

@@ -78,15 +78,13 @@ def run(options: PlanOptions, output: Output) -> None:
     if in_engine and memory is None:
         raise UsageError("say what an engine may use of each GPU, such as --memory 80GiB")
     planned, plans = method_plans(options, options.method)
-    import torch
-
     from kvcli.calibrate.config import CollectConfig
     from kvcli.plan.memory import calibration
 
     program = plans[0].program_bytes
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
     budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
-    sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
+    recording = CollectConfig.for_tokens(max(1, options.tokens // seq_len), seq_len, **budgets)
     record: dict[str, Any] = {
         "model": planned.name,
         "device": planned.device.type,
@@ -100,7 +98,7 @@ def run(options: PlanOptions, output: Output) -> None:
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.max_new_tokens,
         "batch": options.batch,
-        "calibrate": calibration(planned, CollectConfig.for_tokens(sequences, **budgets), program),
+        "calibrate": calibration(planned, recording, program),
         "methods": [_method_row(plan, plans, options, memory) for plan in plans],
     }
     if in_engine and memory is not None:

@@ -200,8 +200,7 @@ class ChunkStore:
 
 
 def used_now(text: Iterable[str]) -> dict[str, float]:
-    """The time of use of chunks in a text's order, a microsecond less for each: the last go first, as none is found
-    without those before it."""
+    """Times of use of chunks in a text's order, earlier for each: the last go first, as they need those before them."""
     return dict(zip(text, count(time.time(), -1e-6), strict=False))
 
 

@@ -156,10 +156,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
 
 
 def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
-    """The last former record of a row.
-
-    UsageError: there is none, or one of another model, text or setting, or of too few units.
-    """
+    """The last former record of a row; UsageError: none, or of another model, text or setting, or of too few units."""
     check_labels(record.suite, [record.label], former)
     other = [other for other in former if (other.suite, other.label) == (record.suite, record.label)][-1]
     if differs(record.fingerprint, other.fingerprint):

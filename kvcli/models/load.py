@@ -1,7 +1,5 @@
 """Loading models and tokenizers: built-in models, names on a hub, local folders and GGUF files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.models.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
@@ -23,9 +22,6 @@ from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.seam.decoder import decoder_layers, position_table
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,12 @@
 This module makes configurations; reading them is the business of `kvcli.spec`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.errors import ModelError, UsageError, suggestion
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvcli.rope import Rope
 
 
 def _rope(theta: float, kind: str = "default", **others: float) -> dict[str, Any]:
@@ -85,12 +78,3 @@ def shape_config(name: str, num_layers: int | None = None) -> Any:
 def shape_spec(name: str) -> ModelSpec:
     """What kvcli needs to know of a shape."""
     return ModelSpec.from_config(shape_config(name))
-
-
-def shape_rope(name: str, device: torch.device) -> Rope:
-    """The rotary embedding that transformers gives a model of this shape."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    from kvcli.rope import Rope
-
-    return Rope(LlamaRotaryEmbedding(shape_config(name)).to(device))

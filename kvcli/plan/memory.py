@@ -69,10 +69,7 @@ class PlannedModel:
 
     @cached_property
     def empty(self) -> nn.Module:
-        """The model on the `meta` device: shapes without numbers.
-
-        UnsupportedModelError: transformers makes none of this config.
-        """
+        """The model on the `meta` device, without numbers; UnsupportedModelError: transformers makes none of it."""
         from transformers import AutoModelForCausalLM
 
         try:

@@ -282,10 +282,7 @@ def charts_of(section: Section) -> list[Chart]:
 
 
 def pictures(sections: Sequence[Section], kind: str) -> dict[str, bytes]:
-    """Every chart as a file, `svg` or `png`, by a name of suite, place and title.
-
-    UsageError: as of `check_installed` and `charts_of`.
-    """
+    """Every chart as a file, by suite, place and title; UsageError as of `check_installed` and `charts_of`."""
     check_installed()
     made = {}
     for place, section in enumerate(sections, 1):

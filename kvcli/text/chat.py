@@ -116,10 +116,7 @@ class Conversation:
         return replace(generation, reused_tokens=reused, ttft_s=generation.ttft_s + reading)
 
     def context(self) -> Context:
-        """A copy of the cache with the conversation, to be saved.
-
-        CacheError: nothing was said yet, or a reply was broken off.
-        """
+        """A copy of cache and conversation, to be saved; CacheError: nothing was said, or a reply was broken off."""
         ids = self._cached_ids()
         notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(ids.shape[1]), **self.notes}
         return self.cache.context(ids, notes)

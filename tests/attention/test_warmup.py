@@ -11,8 +11,8 @@ from factories import make_model
 import kvcli
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.steps import begin_steps
-from kvcli.bench.layer import encoded_layer, unfitted_codec
-from kvcli.models.shapes import shape_rope, shape_spec
+from kvcli.bench.layer import encoded_layer, shape_rope, unfitted_codec
+from kvcli.models.shapes import shape_spec
 
 pytest.importorskip("triton")
 

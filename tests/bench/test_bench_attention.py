@@ -11,13 +11,14 @@ from commvq_reordered import reordered_attend
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.bench import layer as layers
 from kvcli.bench.attention import SUITE, AttentionOptions, prepare
 from kvcli.bench.layer import EncodedLayer, compare_attention, encoded_layer, randomize_, tile, unfitted_codec
 from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.methods.scalar.codec import ScalarCodes
-from kvcli.models.shapes import shape_rope, shape_spec
+from kvcli.models.shapes import shape_spec
 
 SPEC = shape_spec("tiny")
 NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2")
@@ -26,7 +27,7 @@ NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "com
 def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **settings: Any) -> EncodedLayer:
     case = MethodChoice(name).plus({**SMALL, **settings})
     shape = {"layer_idx": 2, "context": context, "batch": batch, "device": CPU, "dtype": torch.float32}
-    return encoded_layer(case, SPEC, shape_rope("tiny", CPU), **shape, seed=seed)
+    return encoded_layer(case, SPEC, layers.shape_rope("tiny", CPU), **shape, seed=seed)
 
 
 def rows(*names: str, **changes: Any) -> list[dict[str, Any]]:

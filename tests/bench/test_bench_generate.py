@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import layer, model_bench
+from kvcli.bench.layer import shape_rope
 from kvcli.bench.model import (
     ModelRun,
     cache_sizes,
@@ -25,7 +26,7 @@ from kvcli.bench.model import (
 )
 from kvcli.bench.model_bench import memory_figures, time_figures, with_ratios
 from kvcli.bench.suite import Row
-from kvcli.models.shapes import shape_config, shape_rope
+from kvcli.models.shapes import shape_config
 from kvcli.plan import budget as budget_module
 from kvcli.plan.budget import largest_by_peak
 from kvcli.registry import get_method

@@ -1,6 +1,5 @@
 """`kvcli fit`: any fitted method from the registry, and its names for some methods."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -94,9 +93,9 @@ def test_settings_that_commands_know_are_those_of_the_methods() -> None:
 
 
 def test_summary_names_mean_and_extremes() -> None:
-    method = dataclasses.replace(get_method("commvq"), fit_metrics={"error": "held-out error", "rows": "rows"})
+    metrics = {"error": "held-out error", "rows": "rows"}
     first = {"layer": 4, "error": [0.25, 0.5], "rows": [3], "other": 1}
-    assert summary(method, [first, {"layer": 7, "error": [0.125, 0.125], "rows": 5}]) == [
+    assert summary(metrics, [first, {"layer": 7, "error": [0.125, 0.125], "rows": 5}]) == [
         "held-out error: mean 0.25, from 0.125 (layer 7 head 0) to 0.5 (layer 4 head 1)",
         "rows: mean 4, from 3 (layer 4) to 5 (layer 7)",
     ]
