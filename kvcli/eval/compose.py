@@ -20,6 +20,7 @@ from pydantic import Field
 from kvcli.commands.sizes import number
 from kvcli.commands.suite import Records
 from kvcli.commands.tables import DataTable
+from kvcli.eval.needle import PLACES
 from kvcli.eval.records import EvalRecord, Figure, PromptUnit, interval, mean
 from kvcli.eval.suite import Case, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.models.load import LoadedModel
 
-_PLACES = (
-    *("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm"),
-    *("bridge", "garden", "hotel", "market", "mill", "palace"),
-)
+_PLACES = (*PLACES, "bridge", "garden", "hotel", "market", "mill", "palace")
 _MAX_NEW_TOKENS = 10
 _ANEW = "anew"
 

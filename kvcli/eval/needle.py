@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcli.eval.greedy import Prompt
     from kvcli.models.load import LoadedModel
 
-_PLACES = ("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm")
+PLACES = ("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm")
 _MAX_NEW_TOKENS = 2 * len(str(uuid.UUID(int=0)))
 _DECORATION = " \n\t`*\"'"
 """What may stand before a value in an answer."""
@@ -66,7 +66,7 @@ def make_needle_prompts(loaded: LoadedModel, texts: Sequence[str], options: Need
             text = sentences(loaded, texts, context, chosen.getrandbits(32))
             starts = [0, *accumulate(count for _, count in text)]
             for depth in options.depths:
-                place, value = chosen.choice(_PLACES), str(uuid.UUID(int=chosen.getrandbits(128), version=4))
+                place, value = chosen.choice(PLACES), str(uuid.UUID(int=chosen.getrandbits(128), version=4))
                 at = min(range(len(text)), key=lambda i: abs(starts[i] - depth / 100 * starts[-2]))
                 fact = f"The access code of the {place} is"
                 parts = [sentence for sentence, _ in text[:-1]]

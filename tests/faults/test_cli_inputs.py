@@ -50,7 +50,6 @@ def test_an_empty_prompt_is_refused(arguments: str) -> None:
         ("generate --repetition-penalty inf", "--repetition-penalty: Input should be a finite number"),
         ("generate --max-new-tokens 99999999999999999999", "--max-new-tokens: Input should be less than"),
         ("methods commvq-9", "commvq-9: bits: Input should be less than or equal to 4"),
-        ("methods --contexts 5", "--contexts goes with --bits"),
         ("methods kivi --contexts 5", "--contexts goes with --bits"),
         (
             "methods --bits llama-3.1-8b --contexts 99999999999999999999",

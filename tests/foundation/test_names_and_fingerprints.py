@@ -64,20 +64,15 @@ def test_a_name_has_bits_unless_layers_have_their_own() -> None:
     assert method_name("kivi", {"k_bits": [4, 2, 2]}) == "kivi"
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        *[("fp8-2", UsageError), ("kivi-9", ConfigError), ("kivvi-2", UsageError), ("fp8-k4v2", UsageError)],
-        *[
-            ("commvq-k2v1", UsageError),
-            ("kivi-k4v3", ConfigError),
-            ("kivvi-k4v2", UsageError),
-            ("kivi-v2k4", UsageError),
-        ],
-    ],
-)
-def test_a_name_that_is_none_is_refused(text: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
+@pytest.mark.parametrize("text", ["fp8-2", "kivvi-2", "fp8-k4v2", "commvq-k2v1", "kivvi-k4v2", "kivi-v2k4"])
+def test_a_name_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_name(text)
+
+
+@pytest.mark.parametrize("text", ["kivi-9", "kivi-k4v3"])
+def test_bits_that_a_method_does_not_take_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
         parse_name(text)
 
 
