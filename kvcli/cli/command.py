@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 
 from kvcli.cli.flags import SHARED_FLAGS, OptionsT, resolve, signature
-from kvcli.cli.groups import TYPER
+from kvcli.cli.groups import TYPER, group
 from kvcli.cli.output import Output, duration
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError, error_text
@@ -71,6 +71,12 @@ class Command(Generic[OptionsT]):
         summary = self.summary or inspect.cleandoc(self.run.__doc__ or "")
         app.command(self.name, help=summary, epilog=f"Example: {self.example}")(invoke)
         return app
+
+
+def command_group(name: str, summary: str, *commands: Command[Any]) -> typer.Typer:
+    """A group of commands in the order of its help, which ends with the first one's example."""
+    shown: dict[str, Any] = {"help": summary, "no_args_is_help": True, "epilog": f"Example: {commands[0].example}"}
+    return group(name, {command.name: command for command in commands}, Command.typer, **shown)
 
 
 def _run(command: Command[OptionsT], flags: dict[str, Any], config: str | None, output: Output) -> None:

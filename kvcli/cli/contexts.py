@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.cli.command import Command
-from kvcli.cli.groups import group
+from kvcli.cli.command import Command, command_group
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_reader, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
@@ -277,20 +276,15 @@ def import_files(options: ImportOptions, output: Output) -> None:
     output.result({"store": str(store.folder), "rows": records}, "\n".join(lines))
 
 
-_COMMANDS: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
-    ("list", StoreOptions, list_contexts, "list", ()),
-    ("show", ShowOptions, show, "show report --kl", ("name",)),
-    ("verify", NamesOptions, verify, "verify", ("names",)),
-    ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
-    ("rm", NamesOptions, remove, "rm report", ("names",)),
-    ("export", ExportContextOptions, export_context, "export report --out report.safetensors", ("name",)),
-    ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
-)
-COMMANDS = group(
+_EXPORTED = "kvcli contexts export report --out report.safetensors"
+COMMANDS = command_group(
     "contexts",
-    {x[0]: Command(*x[:3], f"kvcli contexts {x[3]}", x[4]) for x in _COMMANDS},
-    Command.typer,
-    help="Contexts on disk: what is stored, what it takes, whether it is whole.",
-    no_args_is_help=True,
-    epilog="Example: kvcli contexts list",
+    "Contexts on disk: what is stored, what it takes, whether it is whole.",
+    Command("list", StoreOptions, list_contexts, "kvcli contexts list"),
+    Command("show", ShowOptions, show, "kvcli contexts show report --kl", ("name",)),
+    Command("verify", NamesOptions, verify, "kvcli contexts verify", ("names",)),
+    Command("prune", PruneOptions, prune, "kvcli contexts prune --max-bytes 20GiB"),
+    Command("rm", NamesOptions, remove, "kvcli contexts rm report", ("names",)),
+    Command("export", ExportContextOptions, export_context, _EXPORTED, ("name",)),
+    Command("import", ImportOptions, import_files, "kvcli contexts import report.safetensors", ("files",)),
 )

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from kvcli.cli.ask import check_memory
-from kvcli.cli.command import Command, model_argument
+from kvcli.cli.command import Command, command_group, model_argument
 from kvcli.cli.contexts import StoreOptions, context_record
-from kvcli.cli.groups import group
 from kvcli.cli.inputs import STORE_HELP, open_library, open_reader, open_store, read_texts
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
@@ -169,20 +168,12 @@ def export(options: ExportOptions, output: Output) -> None:
     output.result({"folder": str(folder), "files": len(paths), "bytes": written}, str(folder))
 
 
-_COMMANDS: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
-    ("list", LibraryOptions, list_libraries, "list", ()),
-    ("show", DocumentsOptions, show, "show moby-dick --name books", ("documents",)),
-    ("rm", DocumentsOptions, remove, "rm moby-dick --name books", ("documents",)),
-    ("export", ExportOptions, export, "export --name books --out books", ("documents",)),
-)
-COMMANDS = group(
+COMMANDS = command_group(
     "library",
-    {
-        "add": Command("add", AddOptions, add, _EXAMPLE, ("files",), resumes=True),
-        **{x[0]: Command(*x[:3], f"kvcli library {x[3]}", x[4]) for x in _COMMANDS},
-    },
-    Command.typer,
-    help="Documents that are read once, and asked side by side in any order.",
-    no_args_is_help=True,
-    epilog=f"Example: {_EXAMPLE}",
+    "Documents that are read once, and asked side by side in any order.",
+    Command("add", AddOptions, add, _EXAMPLE, ("files",), resumes=True),
+    Command("list", LibraryOptions, list_libraries, "kvcli library list"),
+    Command("show", DocumentsOptions, show, "kvcli library show moby-dick --name books", ("documents",)),
+    Command("rm", DocumentsOptions, remove, "kvcli library rm moby-dick --name books", ("documents",)),
+    Command("export", ExportOptions, export, "kvcli library export --name books --out books", ("documents",)),
 )
