@@ -79,7 +79,7 @@ def test_a_damaged_artifact_is_not_described(artifact: Path) -> None:
 def test_a_recording_tells_its_tokens_and_bytes_also_before_it_is_finished(recorded: Any) -> None:
     facts = inspected("recorded")
     assert (facts["kind"], facts["state"]) == ("recording", "finished")
-    assert facts["tokens"]["keys and values"] == recorded.num_tokens == 1024
+    assert facts["tokens"]["keys and values"] == recorded.manifest.num_tokens == 1024
     of_files = sum(path.stat().st_size for path in Path("recorded").glob("*.safetensors"))
     data = sum(facts["bytes"][x] for x in ("keys and values, 16 bits", "queries, 16 bits"))
     assert data < of_files == facts["bytes"]["files so far"] < 1.1 * data
