@@ -46,10 +46,12 @@ def _linear_kernel(
     i, k, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
     m_n, m_m = i[:, None] < n, m[None, :] < rows
     w += i[:, None].to(tl.int64) * K + k[None, :]
+    if ROWS == 1:  # weights are there before the input is
+        b_first = tl.load(w, mask=m_n & (k[None, :] < K), other=0.0).to(tl.float32)
     pdl_wait()
     if ROWS == 1:
-        parts = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        parts = b_first * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
             b_w = tl.load(w + start, mask=m_n & (k[None, :] < K - start), other=0.0).to(tl.float32)
             parts += b_w * tl.load(x + start + k, mask=k < K - start, other=0.0).to(tl.float32)[None, :]
         acc = tl.sum(parts, axis=1)[:, None]
@@ -79,10 +81,14 @@ def _gated_kernel(
     m_n, m_m = i[:, None] < n, m[None, :] < rows
     w_gate += i[:, None].to(tl.int64) * K + k[None, :]
     w_up += i[:, None].to(tl.int64) * K + k[None, :]
+    if ROWS == 1:
+        b_first_gate = tl.load(w_gate, mask=m_n & (k[None, :] < K), other=0.0).to(tl.float32)
+        b_first_up = tl.load(w_up, mask=m_n & (k[None, :] < K), other=0.0).to(tl.float32)
     pdl_wait()
     if ROWS == 1:
-        gates, ups = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        b_x = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        gates, ups = b_first_gate * b_x, b_first_up * b_x
+        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
             m_w = m_n & (k[None, :] < K - start)
             b_gate = tl.load(w_gate + start, mask=m_w, other=0.0).to(tl.float32)
             b_up = tl.load(w_up + start, mask=m_w, other=0.0).to(tl.float32)
@@ -108,10 +114,12 @@ def _gated_kernel(
 
 
 @triton.jit
-def _rms_norm_kernel(x, w, y, n, eps, BLOCK: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr):
+def _rms_norm_kernel(
+    x, added, w, total, y, n, eps, BLOCK: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, ADD: tl.constexpr
+):
     """y = x / sqrt(mean(x^2) + eps) * (OFFSET + w) for rows of x [rows, n], in float32; LATE: w after rounding.
 
-    Grid (rows). Tuned on one H200 (torch 2.11, triton 3.6).
+    If ADD, x is total = x + added, which is written, rounded. Grid (rows). Tuned on one H200 (torch 2.11, triton 3.6).
     """
     pdl_launch_dependents()
     i = tl.arange(0, BLOCK)
@@ -119,6 +127,11 @@ def _rms_norm_kernel(x, w, y, n, eps, BLOCK: tl.constexpr, OFFSET: tl.constexpr,
     b_w = tl.load(w + i, mask=i < n, other=0.0).to(tl.float32) + OFFSET
     pdl_wait()
     b_x = tl.load(x + at, mask=i < n, other=0.0).to(tl.float32)
+    if ADD:
+        b_x += tl.load(added + at, mask=i < n, other=0.0).to(tl.float32)
+        b_x = b_x.to(y.dtype.element_ty)
+        tl.store(total + at, b_x, mask=i < n)
+        b_x = b_x.to(tl.float32)
     b_x *= tl.rsqrt(tl.sum(b_x * b_x) / n + eps)
     if LATE:
         b_x = b_x.to(y.dtype.element_ty).to(tl.float32)
@@ -169,9 +182,24 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, late: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) of the last axis, in float32; `late`: rounded before the weight."""
+    return _rms_norm(x, None, weight, eps, offset, late)[1]
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, late: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + added, and `rms_norm` of it, in one launch; both are contiguous, of one shape and dtype."""
+    return _rms_norm(x, added, weight, eps, offset, late)
+
+
+def _rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, late: bool
+) -> tuple[Tensor, Tensor]:
     output, n = torch.empty_like(x), x.shape[-1]
+    total = x if added is None else torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // n,)](
-        x, weight, output, n, eps, BLOCK=power_of_two(n), OFFSET=offset, LATE=late,
+        x, x if added is None else added, weight, total, output, n, eps,
+        BLOCK=power_of_two(n), OFFSET=offset, LATE=late, ADD=added is not None,
         num_warps=8 if n > 1024 else 4 if n > 256 else 1, **pdl_launch_options(),
     )  # fmt: skip
-    return output
+    return total, output

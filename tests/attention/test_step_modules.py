@@ -21,7 +21,7 @@ import kvcli
 pytest.importorskip("triton")
 from kvcli.attention import fused_modules
 from kvcli.attention.fused_modules import FusedModules
-from kvcli.kernels.linear import MOST_ROWS, gated, linear, rms_norm
+from kvcli.kernels.linear import MOST_ROWS, add_rms_norm, gated, linear, rms_norm
 
 DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (DEVICE == "cuda")]  # the interpreter rounds otherwise
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -69,6 +69,10 @@ def test_norms_round_before_their_weight_or_after(dtype: torch.dtype) -> None:
         unit = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         near(rms_norm(x, weight, 1e-5, late=True), unit.to(dtype) * weight)
         near(rms_norm(x, weight, 1e-5, offset=1.0), (unit * (1 + weight.float())).to(dtype))
+        added = random(*shape, dtype=dtype, seed=2)
+        total, normed = add_rms_norm(x, added, weight, 1e-5, late=True)
+        assert torch.equal(total, x + added)
+        assert torch.equal(normed, rms_norm(total, weight, 1e-5, late=True))
 
 
 def shaken(family: str) -> Any:
@@ -95,6 +99,7 @@ def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
     model = shaken(family)
     fused, tokens = FusedModules(model), padded(5, 5, device=DEVICE)["input_ids"]
     assert {type(module).__name__ for module in fused._kernels} == KINDS[family]
+    assert len(fused._layers) == (4 if family in ("llama", "qwen2", "qwen3", "phi3") else 0)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     for ids in (tokens[:1, :1], tokens[:, :3], tokens.repeat(8, 1)):  # the last are too many rows
         expected = model(ids).logits
@@ -176,7 +181,9 @@ def test_threads_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     together = Barrier(4)
     with ThreadPoolExecutor(4) as pool:
-        monkeypatch.setattr(fused_modules, "rms_norm", lambda x, w, eps, **kw: torch_rms_norm(x, w.shape, w, eps))
+        norm = lambda x, w, eps, **kw: torch_rms_norm(x, w.shape, w, eps)  # noqa: E731
+        monkeypatch.setattr(fused_modules, "rms_norm", norm)
+        monkeypatch.setattr(fused_modules, "add_rms_norm", lambda x, y, *rest, **kw: (x + y, norm(x + y, *rest)))
         asking.clear()
         assert all(pool.map(run, range(4)))
     assert all("forward" not in vars(module) for module in model.modules())
@@ -264,18 +271,43 @@ def test_modules_are_as_before_whatever_interrupts(monkeypatch: pytest.MonkeyPat
 
 @torch.no_grad()
 def test_what_was_changed_since_then_counts() -> None:
-    """A projection of an MLP that is replaced, as adapters do, one with a hook, a `forward` of the user's own."""
+    """A projection of an MLP that is replaced, as adapters do, one and norms with a hook, a `forward` of the user's."""
     model: Any = shaken("llama")
     fused, ids = FusedModules(model), padded(3, device=DEVICE)["input_ids"]
-    first, second, third, _ = model.model.layers
+    first, second, third, last = model.model.layers
     first.mlp.up_proj = nn.Sequential(first.mlp.up_proj, nn.Linear(96, 96, device=DEVICE))
     second.mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    third.post_attention_layernorm.register_forward_hook(lambda module, args, output: 3 * output)
+    last.input_layernorm.register_forward_hook(lambda module, args, output: 5 * output)
     own = third.self_attn.o_proj.forward
     third.self_attn.o_proj.forward = lambda x: 3 * own(x)
     expected = model(ids).logits
     with fused.active():
         near(model(ids).logits, expected)
     assert "forward" in vars(third.self_attn.o_proj)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out, residual, kwargs: residual + 0.5 * (out - residual),
+        lambda out, residual, kwargs: (out, None),
+        lambda out, residual, kwargs: kwargs.update(position_ids=None),
+    ],
+)
+def test_layers_that_add_otherwise_run_as_they_are(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor of what is added, two outputs, attention that is called with something else."""
+    model: Any = shaken("llama")
+    kind = type(model.model.layers[0])
+    own = kind.forward
+
+    def forward(self: Any, x: Tensor, **kwargs: Any) -> Any:
+        changed = change(x, x, kwargs)
+        return own(self, x, **kwargs) if changed is None else change(own(self, x, **kwargs), x, kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    assert not FusedModules(model)._layers
 
 
 @torch.no_grad()
