@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.cache.window import WindowTokens
 from kvcli.kernels.launch import HOPPER_SHARED_MEMORY, cdiv, power_of_two, row_major, shared_memory_limit
-from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import capped
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.rope import Rotation
@@ -35,9 +35,11 @@ channels: sums of more rows do not fit into registers."""
 
 @cache
 def tile_for(
-    rows: int, widths: tuple[int, int, int], itemsize: int, device: torch.device, copies: int = 1
+    rows: int, widths: tuple[int, int, int], itemsize: int, device: torch.device, copies: int = 1, tokens: int = 0
 ) -> dict[str, int]:
     """The first tile that fits, for query rows per kv head and padded channels of queries, keys and values.
+
+    That of a few queries to so many exact `tokens` has all of these, up to 128.
 
     Triton keeps the queries in shared memory, in `copies` dtypes, `stages` tiles of keys and values for tensor cores of
     Hopper, else one less, and, but on Hopper, the weights.
@@ -54,6 +56,8 @@ def tile_for(
         if (weights + operands) * itemsize + 512 <= limit:
             break
     tile = {"BLOCK_M": min(block_m, max(16, power_of_two(rows))), "BLOCK_N": block_n}
+    if tokens and rows <= 16 and max(widths) <= 128 and itemsize == 2 and block_n >= 64:
+        return tile | {"BLOCK_N": min(128, max(16, power_of_two(tokens))), "num_warps": 8, "num_stages": 1}
     return tile | {"num_warps": 8 if wide else 4, "num_stages": stages}
 
 
@@ -103,6 +107,8 @@ def _rotate_and_append_kernel(
         HALF: rotated pairs, of the first channels.
         BLOCK_D, REST_Q, REST, BLOCK_V: HALF, DQ - 2 * HALF, D - 2 * HALF, DV, padded to powers of two; rests may be 0.
     """
+    pdl_launch_dependents()
+    pdl_wait()
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -163,7 +169,7 @@ def rotate_and_append(
         batch * length, length, heads, key.shape[1],
         HALF=half, DQ=query_dim, D=head_dim, DV=value_dim, BLOCK_D=power_of_two(half), BLOCK_T=block,
         PER_ROW=not isinstance(index, int), REST_Q=rest_q, REST=rest, BLOCK_V=power_of_two(value_dim),
-        num_warps=4 if block > 4 else 1,
+        num_warps=4 if block > 4 else 1, **pdl_launch_options(),
     )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -290,6 +296,7 @@ def _attend_kernel(
     SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of the longest row. Sums in float32.
     Tuned on one H200 (torch 2.11, triton 3.6).
     """
+    pdl_launch_dependents()
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -379,7 +386,8 @@ def attend_window(
     block_d, block_v = (max(16, power_of_two(width)) for width in (head_dim, value_dim))
     copies = 1 if decoded is None or decoded[0].dtype == query.dtype else 2
     widths = block_d + block_v * latent, block_d, block_v
-    tile = tile_for(groups * query_len, widths, query.element_size(), query.device, copies)
+    tokens = 128 if decoded is None else 0  # whatever the window has: what is launched is known beforehand
+    tile = tile_for(groups * query_len, widths, query.element_size(), query.device, copies, tokens)
     query, key, value = row_major(query), row_major(key), row_major(value)
     first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
     strides: tuple[int, ...] = (0, 0, 0, 0)

@@ -112,10 +112,8 @@ def attend(
     if query.dtype != rings.dtype:
         query = query.to(rings.dtype)
     groups, table, tokens = heads // kv_heads, part.pages.table, part.tokens.contiguous()
-    width, exact = max(16, power_of_two(head_dim)), power_of_two(sinks.shape[1] + rings.shape[1] + count)
-    tile = tile_for(groups * count, (width,) * 3, query.element_size(), query.device)
-    if groups * count <= 16 and exact <= 128 >= width and query.element_size() == 2 and tile["BLOCK_N"] >= 64:
-        tile |= {"BLOCK_N": max(16, exact), "num_warps": 8, "num_stages": 1}  # one pass over all exact tokens
+    width, exact = max(16, power_of_two(head_dim)), sinks.shape[1] + rings.shape[1] + count
+    tile = tile_for(groups * count, (width,) * 3, query.element_size(), query.device, tokens=exact)
     blocks = cdiv(groups * count, tile["BLOCK_M"])
     _attend_full_precision_kernel[(requests * kv_heads, blocks)](
         query, key, value, sinks, rings,
