@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major, tokens_per_split
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, token_offsets
-from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.pdl import pdl_begin, pdl_launch_options
 from kvcli.kernels.splits import LOG2E, batch_and_head, merge_splits, query_rows, split_range, split_size
 from kvcli.kernels.words import FP16_MAX
 from kvcli.methods.base import without_autocast
@@ -129,7 +129,7 @@ def _attend_kernel(
     SKIP tokens are not attended to. SPLIT: of `split_size`; the rest as in `_numbers`: a key's K_WORDS, padded to
     K_BLOCK, have K_FIELDS numbers each.
     """
-    pdl_launch_dependents()
+    pdl_begin()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_k, o_v, o_n = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK), tl.arange(0, BLOCK_N)
@@ -286,6 +286,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         V_GROUPS=values.scale.shape[-1], D=head_dim, PAGE=encoded.page_size, SKIP=encoded.skip,
         SPLIT=tile["BLOCK_N"] if encoded.pages is not None else 0, K_BLOCK=keys.block, V_BLOCK=values.block,
         BLOCK_M=_BLOCK_M, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, ADD=scores is not None, **tile,
+        **pdl_launch_options(),
     )  # fmt: skip
     out, lse = split_out, split_lse
     if num_splits > 1:

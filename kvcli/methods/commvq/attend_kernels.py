@@ -19,6 +19,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, tile_start
+from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.splits import LOG2E
 from kvcli.kernels.words import fma2
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, four_per_thread, halves_of_sums
@@ -105,6 +106,7 @@ def _key_scores_kernel(
     words that hold R codes; BLOCK_T tokens and BLOCK_M rows at a time, which are padded to COLUMNS for products;
     FP32_DOT: float32 products instead of float16.
     """
+    pdl_launch_dependents()
     i_t = tl.program_id(0)
     # all sequences of a head, then the next head: programs that run at the same time share a codebook
     blocks_m = tl.cdiv(HEADS * query_len, BLOCK_M)
@@ -268,6 +270,7 @@ def key_scores(
     block_m = min(columns, power_of_two(rows))
     block_t = min(_TILE, max(16, _WORDS_AT_A_TIME // (config.pairs_per_group // 2)))
     grid = (cdiv(encoded.length, _TILE), batch * cdiv(rows, block_m), spec.num_kv_heads)
+    # launched normally: beside the end of what was launched before it, less of L1 would be left for the tables
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
             query, packed, codes.norm, table, key.codebook_scale,

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.operands import eight_tokens_as_rows, in_thread_order
 from kvcli.kernels.pages import origin, tile_start, token_offsets
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import merge_splits, split_range, split_size
 from kvcli.kernels.words import FIELD_SCALE, high_halves, low_halves, masked_pairs, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
@@ -30,6 +31,9 @@ from kvcli.methods.layer_codec import EncodedTokens
 _PLANES = 8
 _BLOCK_N = 64
 _PER_SM = 8
+_LEAST_PER_SPLIT = 2 * _BLOCK_N
+"""The sums of a split are larger than the codes of 64 tokens."""
+
 _WARPS_FP32 = 4
 _WEIGHTS_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 
@@ -52,6 +56,7 @@ def _weights_kernel(
     s_ strides of scores and weights, c_ of scale. With PAGE, scale is of pages of so many tokens of the block table,
     int32 [batch, max_pages], stride table_row. SPLIT: of `split_size`. BLOCK_N tokens at a time.
     """
+    pdl_launch_dependents()
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
@@ -68,6 +73,7 @@ def _weights_kernel(
     scale += i_row * c_batch + token * c_time
     end = begin + count if PAGE > 0 else 0
 
+    pdl_wait()
     b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     b_unit = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, count, BLOCK_N):
@@ -208,6 +214,7 @@ def _bits_kernel(
     w_ and p_ are strides; pages as in `_weights_kernel`. BLOCK_N tokens at a time, which divides per_split; FP32_DOT:
     float32 products.
     """
+    pdl_launch_dependents()
     BLOCKS: tl.constexpr = 16 // PLANES
     PLACES: tl.constexpr = CHANNELS // 16 - 1
     plane = (tl.program_id(1) % BLOCKS) * PLANES
@@ -231,6 +238,7 @@ def _bits_kernel(
     for f in tl.static_range(PLANES):
         b_sums = b_sums + (tl.zeros([16, BLOCK_M], tl.float32),)
     in_full_tiles = count // BLOCK_N * BLOCK_N
+    pdl_wait()
     if in_full_tiles > 0:
         tile = _load_tile(p_weights, packed, table, begin, p_batch, m_m, o_w, 0, count, W, BLOCK_N, PAGE, True)
         for start in range(0, in_full_tiles, BLOCK_N):
@@ -272,6 +280,7 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
     block_m = min(32, max(16 if fp32_dot else 8, power_of_two(rows)))
     blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, 16) * (16 // _PLANES)
     per_split = tokens_per_split(encoded.length, batch * blocks_m * blocks_w, _BLOCK_N, _PER_SM)
+    per_split = max(per_split, _LEAST_PER_SPLIT)
     num_splits, split = cdiv(encoded.length, per_split), _BLOCK_N if encoded.pages is not None else 0
     device = scores.device
     weights = torch.empty(scores.shape, dtype=torch.float32 if fp32_dot else torch.float16, device=device)
@@ -283,14 +292,14 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
         weights, factor, part_out, part_lse,
         scores.stride(0), padded, codes.scale.stride(0), codes.scale.stride(2), encoded.length, per_split, rows,
         *encoded.table, CHANNELS=channels, PAGE=encoded.page_size, SPLIT=split, HAS_LENGTHS=encoded.lengths is not None,
-        **_WEIGHTS_TILE,
+        **_WEIGHTS_TILE, **pdl_launch_options(),
     )  # fmt: skip
     _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
         weights, words, scores if encoded.lengths is None else encoded.lengths, factor, part_out,
         weights.stride(0), padded, words.stride(0), encoded.length, per_split, rows, *encoded.table,
         W=count, CHANNELS=channels, PAGE=encoded.page_size, SPLIT=split, BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
         PLANES=_PLANES, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
-        num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1,
+        num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1, **pdl_launch_options(),
     )  # fmt: skip
     if num_splits == 1:
         return part_out, part_lse * math.log(2)
@@ -311,6 +320,7 @@ def _codebook_kernel(
     sums float32 [batch * num_kv_heads, rows, CHANNELS]; codebook float16 [16 W, width]; offset float16 [width]; out
     float32 [batch * num_kv_heads, rows, D]. BLOCK_K bits at a time; FP32_DOT: products in float32, else tf32.
     """
+    pdl_launch_dependents()
     i_bh = tl.program_id(0).to(tl.int64)
     i_h = i_bh % num_kv_heads
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -322,6 +332,7 @@ def _codebook_kernel(
     BITS: tl.constexpr = CHANNELS - 16
     PLACES: tl.constexpr = BITS // 16
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    pdl_wait()
     for start in range(0, BITS, BLOCK_K):
         k = start + o_k
         place = k % PLACES
@@ -349,6 +360,6 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, fp3
     _codebook_kernel[(batch * kv_heads, cdiv(head_dim, block_d), cdiv(rows, 16))](
         sums, value.codebook, value.offset, out, kv_heads, rows, value.codebook.shape[1],
         W=value.codebook.shape[0] // 16, CHANNELS=sums.shape[-1], D=head_dim, BLOCK_D=block_d, BLOCK_M=16, BLOCK_K=128,
-        FP32_DOT=fp32_dot, num_warps=4, num_stages=3,
+        FP32_DOT=fp32_dot, num_warps=4, num_stages=3, **pdl_launch_options(),
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.pages import origin, tile_start
-from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+from kvcli.kernels.pdl import pdl_begin, pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range, split_size, without_first
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey, KLTValue
@@ -74,7 +74,7 @@ def _tile_queries_kernel(
         numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
             with the levels' middle, and those with the offsets.
     """
-    pdl_launch_dependents()
+    pdl_begin()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     HALF: tl.constexpr = ROTARY // 2
     CHUNKS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
@@ -409,6 +409,6 @@ def tile_queries(
         positions.stride(0) if positions.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
         D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1], TILE=ROPE_TILE,
         BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k, BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1,
+        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1, **pdl_launch_options(),
     )  # fmt: skip
     return out, numbers

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.operands import words_as_columns, words_as_rows
 from kvcli.kernels.pages import origin, tile_start, token_offsets
-from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.pdl import pdl_begin, pdl_launch_options
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, split_size, without_first
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, mul2, query_fields, query_in_units
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
@@ -89,7 +89,7 @@ def _scores_kernel(
     SKIP tokens are -inf. SPLIT: of `split_size`. BLOCK_N tokens per product; BLOCK_W is W padded; FP32_DOT: float32
     products.
     """
-    pdl_launch_dependents()
+    pdl_begin()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     # the columns of a product are PACK groups of tokens times the query rows: only some are of use to a token, but
     # tensor cores work on eight at once anyway
@@ -235,13 +235,13 @@ def key_scores(
         _scores_kernel[grid](
             query, words, codes.scale, codes.zero, *written, *strides, *score_strides, *sizes,
             BLOCK_N=min(group, 32), PACK=pack, num_stages=_STAGES, maxnreg=None if fp32_dot else _MAX_REGISTERS,
-            **shapes,
+            **shapes, **pdl_launch_options(),
         )  # fmt: skip
         return scores
     tiles, offsets = encoded.rotations.tiles(group), encoded.rotations.offsets(group)
     rotated_scores_kernel[grid](
         query, words, codes.scale, codes.zero, tiles.cos, tiles.sin, offsets.cos, offsets.sin, *written, *strides,
         tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, *score_strides, *sizes,
-        num_stages=_ROTATED_STAGES, **shapes,
+        num_stages=_ROTATED_STAGES, **shapes, **pdl_launch_options(),
     )  # fmt: skip
     return scores

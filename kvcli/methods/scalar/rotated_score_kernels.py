@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.pages import origin, tile_start, token_offsets
-from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.pdl import pdl_begin
 from kvcli.kernels.splits import batch_and_head, query_rows, split_range, split_size, without_first
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
 
@@ -38,7 +38,7 @@ def rotated_scores_kernel(
     tile_sin float32 [batch or 1, groups, D / 2], of each group's first position, offset_cos, offset_sin float32 [GROUP,
     D / 2], of positions in a group. Tuned on one H200, torch 2.11, triton 3.6.
     """
-    pdl_launch_dependents()
+    pdl_begin()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_W)
