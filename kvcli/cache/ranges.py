@@ -99,7 +99,6 @@ class StepRanges(Ranges):
         return slot
 
     def check(self) -> None:
-        """As that of `Ranges`; then forgets."""
         try:
             super().check()
         finally:

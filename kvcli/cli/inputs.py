@@ -130,13 +130,10 @@ def _read(path: Path) -> str:
         text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text("utf-8")
         return text.removeprefix("\ufeff")  # a mark of UTF-8, no text
     except UnicodeDecodeError as error:
-        raise UsageError(f"{_shown(path)} is not UTF-8 text; convert it to text first") from error
+        shown = "standard input" if path == STANDARD_INPUT else path
+        raise UsageError(f"{shown} is not UTF-8 text; convert it to text first") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _shown(path: Path) -> str:
-    return "standard input" if path == STANDARD_INPUT else str(path)
 
 
 def open_store(folder: Path | None, model: str) -> ContextStore:

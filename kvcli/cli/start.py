@@ -53,8 +53,9 @@ def _prepare_libraries(arguments: list[str]) -> None:
     threads of one; where nothing else runs, those that sleep at once decode at two thirds of the speed. Long commands
     wake them too often to let them sleep at once; the system zeroes each page of their large tensors anew.
     """
-    alone = _LOAD.is_file() and _LOAD.read_text().split()[3].startswith("1/")  # no other thread of the machine runs now
-    waiting = {"GOMP_SPINCOUNT": "10000"} if alone and arguments[:1] != ["serve"] else {"OMP_WAIT_POLICY": "PASSIVE"}
+    # whether no other thread of the machine runs just now, which Linux tells
+    alone = arguments[:1] != ["serve"] and _LOAD.is_file() and _LOAD.read_text().split()[3].startswith("1/")
+    waiting = {"GOMP_SPINCOUNT": "10000"} if alone else {"OMP_WAIT_POLICY": "PASSIVE"}
     if arguments and arguments[0].startswith(_LONG):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB on Linux
         waiting = {"GOMP_SPINCOUNT": "1000"}  # some tens of microseconds

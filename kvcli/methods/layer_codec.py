@@ -99,7 +99,6 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
             self.key.observe(state, queries, keys, counts)
 
     def finalize_state(self, state: Any, rows: list[int]) -> None:
-        """As `KeyCodec.finalize_state`."""
         if isinstance(state, OffsetState):
             state.mean[rows] /= state.count[rows].clamp_min(1).view(-1, 1, 1, 1)
         else:

@@ -46,12 +46,10 @@ class AssignedRings:
         self._rings, self._first_exact, self._residual, self._group = rings, first_exact, residual_length, group
 
     def advance(self, earlier: Tensor, last: Tensor, past: Tensor, new: Tensor, begun: Tensor) -> Rings:
-        """As that of `ResidualRings`."""
         num_coded = self._first_exact.maximum(past - self._residual) // self._group * self._group
         return Rings(self._rings, self._rings, torch.full_like(self._rings, -1), num_coded)
 
     def advance_decoding(self, seq_lens: Tensor, table: Tensor, slots: Tensor, page_size: int) -> Rings:
-        """As that of `ResidualRings`."""
         past = (seq_lens.long() - 1).clamp_min(0)
         return self.advance(past, past, past, past, past)
 

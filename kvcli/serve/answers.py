@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from kvcli.serve.requests import Function
-from kvcli.text.detokenizer import Detokenizer
+from kvcli.text.detokenizer import Detokenizer, token_text
 
 Piece = tuple[str, Any]
 """A part of an answer: `content`, `reasoning_content`, `tool_calls` or `logprobs`, and its text, or JSON."""
@@ -116,11 +116,11 @@ class Answer:
         return self.finish_reason is not None
 
     def _logprob(self, made: TokenLogprob, offset: int) -> dict[str, Any]:
-        """An entry of OpenAI's, and characters before the token; one that is no whole text has no bytes."""
+        """An entry of OpenAI's, and characters before the token."""
         entries = list[dict[str, Any]]()
         for token, logprob in [(made.token, made.logprob), *made.top]:
-            text = str(self.tokenizer.decode([token]))
-            entries.append({"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()]})
+            text, data = token_text(self.tokenizer, token)
+            entries.append({"token": text, "logprob": logprob, "bytes": None if data is None else [*data]})
         return {**entries[0], "top_logprobs": entries[1:], "text_offset": offset}
 
     def _add(self, text: str) -> None:

@@ -137,7 +137,7 @@ class Server:
     async def _answer_chat(
         self, request: Request, owner: str, body: ChatBody, form: ResponseForm | None = None
     ) -> Response:
-        tools = body.tools if body.tool_choice != "none" else None
+        tools = body.tools or None if body.tool_choice != "none" else None
         messages, loaded = [message.plain() for message in body.messages], self.loaded
 
         def read() -> tuple[torch.Tensor, list[Any], tuple[str, ...]]:

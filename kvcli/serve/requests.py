@@ -14,6 +14,7 @@ from pydantic import (
     Json,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -63,10 +64,6 @@ class Part(Fields, extra="ignore"):
     text: str
 
 
-def _arguments(said: Any) -> Any:
-    return {} if isinstance(said, str) and said.strip() in ("", "null") else said
-
-
 def _are_json(arguments: dict[str, Any]) -> dict[str, Any]:
     json.dumps(arguments, allow_nan=False)  # parsers take NaN and Infinity, which clients cannot read
     return arguments
@@ -79,7 +76,7 @@ class Function(Fields, extra="ignore"):
     arguments: Annotated[
         dict[str, Any] | Json[dict[str, Any]],
         Field(validation_alias=AliasChoices("arguments", "parameters")),  # as Llama 3 writes it
-        BeforeValidator(_arguments),
+        BeforeValidator(lambda said: {} if isinstance(said, str) and said.strip() in ("", "null") else said),
         AfterValidator(_are_json),
     ] = {}
 
@@ -103,9 +100,10 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], BeforeValidator(as_parts)] = []
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: Any = Field(default=None, exclude=True)
 
     @model_validator(mode="after")
@@ -117,8 +115,10 @@ class Message(Fields):
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it: its text, and tool calls whose arguments are objects."""
         role = "system" if self.role == "developer" else self.role
-        text = "".join(part.text for part in self.content)
-        return self.model_dump(exclude_none=True) | {"role": role, "content": text}
+        said = {"role": role, "content": "".join(part.text for part in self.content)}
+        if reasoning := self.reasoning_content or self.reasoning:  # templates know it by one name or the other
+            said |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        return self.model_dump(exclude_none=True) | said
 
 
 class StreamOptions(Fields):
@@ -178,10 +178,29 @@ class ResponseFormat(Fields):
         return self
 
 
+class Described(Fields, extra="ignore"):
+    """What is said of a function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields, extra="ignore"):
+    """A function that may be called, which a chat template gets as it was sent."""
+
+    type: Literal["function"] = "function"
+    function: Described
+
+
 class OfModel(Fields):
-    """A request to the model that is served, which it may name."""
+    """A request to the model that is served, which it may name, and what changes no answer."""
 
     model: str | None = None
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class Body(OfModel):
@@ -203,8 +222,6 @@ class Body(OfModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     store: bool = True
-    user: Any = None
-    metadata: Any = None
     n: int = Field(default=1, ge=1, le=8)
     frequency_penalty: Annotated[float, only(0)] = 0.0
     presence_penalty: Annotated[float, only(0)] = 0.0
@@ -240,7 +257,6 @@ class CompletionBody(Body):
     suffix: Literal[""] = ""
 
     def num_logprobs(self) -> int | None:
-        """As that of `Body`."""
         return self.logprobs
 
 
@@ -256,7 +272,7 @@ class ChatBody(Body):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[Tool, WrapValidator(lambda said, check: said if check(said) else None)]] = []
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
     parallel_tool_calls: Annotated[bool, only(True)] = True
@@ -270,15 +286,12 @@ class ChatBody(Body):
     repair: float = Field(default=0.1, ge=0, le=1)
 
     def limit(self) -> int | None:
-        """As `Body.limit`; the newer name counts."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or self.max_tokens  # the newer name counts
 
     def num_logprobs(self) -> int | None:
-        """As that of `Body`."""
         return self.top_logprobs if self.logprobs else None
 
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """As that of `Body`."""
         return self.response_format.schema_of_answer()
 
     @field_validator("documents")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvcli.serve.answers import Piece, event
-from kvcli.serve.requests import ChatBody, Count, Fields, JsonSchema, OfModel, as_parts, only, parse
+from kvcli.serve.requests import ChatBody, Count, Described, Fields, JsonSchema, OfModel, as_parts, only, parse
 
 
 class ItemPart(Fields, extra="ignore"):
@@ -61,13 +61,10 @@ def as_items(said: Any) -> Any:
     return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
-class Tool(Fields, extra="ignore"):
+class Tool(Described):
     """A function that may be called."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
@@ -118,10 +115,6 @@ class ResponsesBody(OfModel):
     top_logprobs: Annotated[int, only(0)] = 0
     include: Annotated[list[str], only([])] = []
     stream_options: Any = None
-    metadata: Any = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     service_tier: Any = None
 
     def chat(self, model: str) -> ChatBody:
@@ -129,7 +122,7 @@ class ResponsesBody(OfModel):
         same = {"model", "temperature", "top_p", "tool_choice", "stream", "store", "chat_template_kwargs"}
         values = self.model_dump(include=same)
         values |= {"messages": self._messages(), "response_format": self.text.format.of_chat()}
-        values |= {"tools": [tool.of_chat() for tool in self.tools] or None, "max_tokens": self.max_output_tokens}
+        values |= {"tools": [tool.of_chat() for tool in self.tools], "max_tokens": self.max_output_tokens}
         return parse(json.dumps(values).encode(), ChatBody, model)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -166,7 +159,7 @@ _ITEMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 @dataclass
 class ResponseForm:
-    """How an answer is written, whole or as events."""
+    """How an answer is written, whole or as events, by the methods of `Form`."""
 
     body: ResponsesBody
     model: str
@@ -177,7 +170,6 @@ class ResponseForm:
     _reason: str | None = None
 
     def whole(self, answers: Sequence[tuple[Sequence[Piece], str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
         ((pieces, self._reason),) = answers
         for piece in pieces:
             [*self._add(*piece)]
@@ -185,22 +177,18 @@ class ResponseForm:
         return self._response(self._reason, usage)
 
     def begin(self) -> Iterator[str]:
-        """The first events of a stream."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response())
 
     def add(self, piece: Piece | None, reason: str | None, index: int) -> Iterator[str]:
-        """The events of a piece; None: of the end."""
         self._reason = reason
         yield from self._close(is_over=True) if piece is None else self._add(*piece)
 
     def end(self, usage: dict[str, Any]) -> Iterator[str]:
-        """The last event."""
         response = self._response(self._reason, usage)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: dict[str, Any]) -> str:
-        """The event of an error."""
         return self._event("error", **{name: error["error"][name] for name in ("message", "param", "code")})
 
     def _response(self, reason: str | None = None, usage: dict[str, Any] | None = None) -> dict[str, Any]:

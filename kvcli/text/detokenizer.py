@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 _CONTEXT = 6
@@ -59,3 +60,17 @@ class Detokenizer:
 def text_after(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     """The text of tokens, special ones among them, as it reads after a prompt's."""
     return Detokenizer(tokenizer, prompt, skip_special_tokens=False).end(tokens)
+
+
+@lru_cache(2**16)
+def token_text(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+    """The text of a token as it reads within a text, and its bytes, also those of a part of a character, if known."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text, piece = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    if _UNFINISHED not in text:
+        text = text_after(tokenizer, [token], [token])
+        return text, text.encode()
+    byte_of = {x: byte for byte, x in bytes_to_unicode().items()} | {f"<0x{byte:02X}>": byte for byte in range(256)}
+    parts = [piece] if piece in byte_of else [*piece]
+    return text, bytes(byte_of[x] for x in parts) if byte_of.keys() >= {*parts} else None

@@ -16,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from spm_tokenizer import spm_tokenizer, tokens
 from transformers.cli.serving import utils
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvcli.serve.answers import Answer, Form, Piece, TokenLogprob, response_parser, usage_of
 from kvcli.serve.requests import Message
@@ -31,15 +32,8 @@ def ids(text: str | bytes) -> list[int]:
     """A token of each byte."""
     if isinstance(text, str):
         return list(TOKENIZER(text)["input_ids"])
-    alphabet = {bytes([i]): TOKENIZER.convert_tokens_to_ids(c) for i, c in _bytes_to_characters().items()}
+    alphabet = {bytes([i]): TOKENIZER.convert_tokens_to_ids(c) for i, c in bytes_to_unicode().items()}
     return [alphabet[bytes([byte])] for byte in text]
-
-
-def _bytes_to_characters() -> dict[int, str]:
-    """The characters by which byte-level tokenizers write bytes."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
 
 
 def answer(

@@ -81,6 +81,8 @@ def test_log_probabilities_are_those_of_the_model(exact: Served, stream: bool) -
     assert [x.logprob for x in entries] == pytest.approx(expected, abs=1e-4)
     assert not any("text_offset" in x.model_extra for x in entries)
     assert [x.token for x in entries] == [exact.loaded.tokenizer.decode([x]) for x in ids]
+    data = bytes(x for entry in entries for x in entry.bytes)
+    assert data.decode(errors="replace") == exact.loaded.tokenizer.decode(ids)
     for entry, row in zip(entries, rows, strict=True):
         assert [x.logprob for x in entry.top_logprobs] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 

@@ -33,6 +33,7 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
     assert chat(max_tokens=5, max_completion_tokens=6).limit() == 6
     assert chat().sampling(9).temperature == chat(temperature=1e-40).sampling(9).temperature == 0
     assert chat(temperature=None, stop=None, n=None, logprobs=False, frequency_penalty=0.0, logit_bias={}).stop == []
+    assert chat(user="u", prompt_cache_key="k", safety_identifier="s", metadata={}) != chat()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,8 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
         ({"logit_bias": {"3": 1}}, "logit_bias"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "0"}, "temperature"),
@@ -92,6 +95,7 @@ def test_messages_become_what_templates_take() -> None:
             {"role": "user", "content": parts},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "1", "tool_call_id": "c"},
+            {"role": "assistant", "content": "So.", "reasoning": "r"},
         ]
     )
     assert [message.plain() for message in body.messages] == [
@@ -103,6 +107,7 @@ def test_messages_become_what_templates_take() -> None:
             "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
         },
         {"role": "tool", "content": "1", "tool_call_id": "c"},
+        {"role": "assistant", "content": "So.", "reasoning": "r", "reasoning_content": "r"},
     ]
 
 
@@ -113,7 +118,7 @@ def test_calls_without_arguments_have_an_empty_object_of_them(said: dict[str, An
     assert message.plain()["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": []}, {"tool_calls": []}])
 def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
     (message,) = chat(messages=[{"role": "assistant", **said}]).messages
     assert message.plain() == {"role": "assistant", "content": ""}

@@ -88,12 +88,11 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
     ]
     tool = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
     chat = body(input=items, tools=[tool], temperature=0.5, max_output_tokens=7).chat("tiny")
-    calls = [
-        {"id": x, "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}} for x in ("c1", "c2")
-    ]
+    reasoning, function = {"reasoning_content": "Hm.", "reasoning": "Hm."}, {"name": "look", "arguments": {"at": "x"}}
+    calls = [{"id": x, "type": "function", "function": function} for x in ("c1", "c2")]
     assert [message.plain() for message in chat.messages] == [
         {"role": "user", "content": "Where?"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "assistant", "content": "I look.", **reasoning, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "there"},
         {"role": "tool", "tool_call_id": "c2", "content": "here"},
         {"role": "assistant", "content": "There."},

@@ -108,10 +108,11 @@ def test_stop_strings_end_an_answer_of_the_model(served: Served) -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    with serving(template=CHAT + "{% if tools %}{{ tools | tojson }}{% endif %}") as served:
+    with serving(template=CHAT + "{% if tools is not none %}{{ tools | tojson }}{% endif %}") as served:
         plain = served.chat("Hi").usage.prompt_tokens
         assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
         assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
+        assert served.chat("Hi", tools=[]).usage.prompt_tokens == plain
 
 
 @pytest.fixture(scope="module")

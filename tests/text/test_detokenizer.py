@@ -8,7 +8,7 @@ from byte_tokenizer import byte_tokenizer
 from spm_tokenizer import PIECES, spm_tokenizer, tokens
 
 from kvcli.serve.answers import Answer
-from kvcli.text.detokenizer import Detokenizer, text_after
+from kvcli.text.detokenizer import Detokenizer, text_after, token_text
 
 SPM, BYTES = spm_tokenizer(), byte_tokenizer()
 SNOWMAN = tokens(*(f"<0x{byte:02X}>" for byte in "☃".encode()))
@@ -38,6 +38,12 @@ def test_a_broken_character_is_shown_as_decoders_show_it() -> None:
     assert Detokenizer(SPM, tokens("▁x")).add(broken) == " f\ufffd Paris"
     stream = Detokenizer(SPM, tokens("▁x"))
     assert (stream.add([SNOWMAN[0]]), stream.end(), stream.end()) == ("", "\ufffd", "")
+
+
+def test_a_token_is_told_as_it_reads_within_a_text_and_with_its_bytes() -> None:
+    told = [token_text(SPM, token) for token in tokens("▁Paris", "▁", "x", "</s>", "<0xE2>")]
+    assert told == [*((x, x.encode()) for x in (" Paris", " ", "x", "</s>")), ("\ufffd", b"\xe2")]
+    assert [token_text(BYTES, token)[1] for token in BYTES("☃")["input_ids"]] == [b"\xe2", b"\x98", b"\x83"]
 
 
 PARTS = {

@@ -40,7 +40,6 @@ class GroupChunks:
         self.name = served.namer(layers=group.names, **_tokens(self.tokens, config))
 
     def encode(self, rows: Tensor, starts: Sequence[int] | None, names: Sequence[str], say: Say) -> list[Chunk]:
-        """As `encode_each`."""
         layer = partial(self._slots.read, rows, self._group)
         return encode_each(self._codec, self._layout, layer, starts, names, self._kind, say)
 

@@ -137,7 +137,8 @@ def allocate(
         most = 0.0 if spec.value_dim != spec.head_dim else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
         moved = int(most * len(keys)) / len(keys)
         shares = [share(code, x, config.bits + more, *groups) for x, more in ((keys, -moved), (values, moved))]
-    fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
+    heads = spec.num_kv_heads
+    fields = [tuple(tuple(x[first : first + heads]) for first in range(0, len(x), heads)) for x in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
 
 
@@ -148,10 +149,6 @@ def _shares_without_fisher(code: Code, count: int, bits: float, heads: int, grou
 
 def _weighted(transforms: Sequence[Transform], evenness: float) -> list[Tensor]:
     return [costs for x in transforms for costs in x.costs.cpu() * x.level.cpu() ** (evenness - 1)]
-
-
-def _by_layer(fields: list[Fields], heads: int) -> tuple[tuple[Fields, ...], ...]:
-    return tuple(tuple(fields[first : first + heads]) for first in range(0, len(fields), heads))
 
 
 def _key_transform(fisher: LayerFisher, tile: Rotation, covariance: Tensor | None = None) -> Transform:
