@@ -31,6 +31,8 @@ def text_of(record: Any, column: str) -> str:
     """The text of a row; ValueError: it is no mapping, or has no text or something else in this column."""
     if not isinstance(record, dict):
         raise ValueError(str(record) if isinstance(record, ValueError) else "it is no record, a JSON object")
+    if None in record:  # as csv tells it
+        raise ValueError("it has more fields than the file has columns; quote a text with commas")
     if column not in record:
         raise ValueError(f"it has no column '{column}'; its columns are {', '.join(map(str, record))}")
     text = record[column]
@@ -57,7 +59,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
                 # bytes that are no UTF-8 become surrogates, so that only their row is refused
                 text = io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline)
                 csv.field_size_limit(sys.maxsize)
-                yield from enumerate(csv.DictReader(text) if kind == "csv" else [{column: text.read()}], 1)
+                yield from enumerate(csv.DictReader(text, strict=True) if kind == "csv" else [{column: text.read()}], 1)
     except Exception as error:  # of several libraries
         raise CorpusError(f"cannot read the corpus '{path}': {error_text(error)}") from error
 

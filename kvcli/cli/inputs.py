@@ -50,10 +50,6 @@ def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
         if text is None:
             output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
         return DEFAULT_PROMPT if text is None else text
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("--prompt is not UTF-8 text") from error
     return prompt if text is None else f"{text}\n\n{prompt}"
 
 
@@ -84,7 +80,8 @@ def read_texts(files: list[Path], one_of_a_name: str = "") -> list[Source]:
             paths += inside
         else:
             raise UsageError(f"{file} has no files")
-    sources = [Source("stdin" if path == STANDARD_INPUT else path.stem, text_of(path)) for path in paths]
+    stems = ["stdin" if x == STANDARD_INPUT else x.stem.encode(errors="replace").decode() for x in paths]
+    sources = [Source(name, text_of(path)) for name, path in zip(stems, paths, strict=True)]
     names = [source.name for source in sources]
     if one_of_a_name and (twice := [name for name in names if names.count(name) > 1]):
         raise UsageError(f"two files are named {twice[0]}; {one_of_a_name}")
@@ -103,7 +100,8 @@ def text_of(path: Path) -> str:
         raise UsageError(f"{path} needs packages: pip install 'kvcli[library]'") from error
     text = text.rstrip("\n")
     if not text.strip():
-        raise UsageError(f"{_shown(path)} {'has no text' if kind in ('.pdf', '.html', '.htm') else 'is empty'}")
+        shown = "standard input" if path == STANDARD_INPUT else path
+        raise UsageError(f"{shown} {'has no text' if kind in ('.pdf', '.html', '.htm') else 'is empty'}")
     return text
 
 
@@ -116,7 +114,8 @@ def _pdf(path: Path) -> str:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # a parser of files of strangers raises errors of many kinds
         raise UsageError(f"{path} is no PDF that can be read: {error_text(error)}") from error
-    return "\n\n".join(filter(None, map(str.strip, pages)))
+    text = "\n\n".join(filter(None, map(str.strip, pages)))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # fonts may tell halves of characters
 
 
 def _html(path: Path) -> str:

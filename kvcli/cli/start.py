@@ -34,16 +34,16 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replaces closed streams and makes standard output take every character; OutputError: it is closed."""
+    """Replaces closed streams; input refuses what is no text, output takes all; OutputError: output is closed."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
     if sys.stdout is None:
         raise OutputError("cannot write to standard output: it is closed")
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
 
 
 def _prepare_libraries(arguments: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class Options(BaseModel):
             return [cls._read_texts(each, info) for each in value]
         if info.field_name != "prompt" and isinstance(value, str) and not value.strip():
             raise ValueError("an empty text")
+        if isinstance(value, str) and not holds(annotation, Path) and re.search(r"[\ud800-\udfff]", value):
+            raise ValueError("no UTF-8 text")
         if isinstance(value, str) and holds(annotation, int) and value[:-1].isdecimal() and value[-1] in "kKmM":
             return int(value[:-1]) * (2**10 if value[-1] in "kK" else 2**20)
         if value is None or not holds(annotation, Path):

@@ -82,8 +82,7 @@ class ContinuousEngine(JobThread):
         max_model_len: tokens of a prompt and its answer; None: as many as the pages hold.
         others: as of `JobThread`.
 
-    Raises:
-        UsageError: a `max_model_len` that the pages do not hold.
+    UsageError: a `max_model_len` that the pages do not hold.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -21,8 +22,8 @@ Message = Mapping[str, Any]
 def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_nothing) -> Tensor:
     """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
 
-    An empty prompt becomes the beginning-of-text token, which `say` is told. UsageError: the tokenizer has none;
-    ModelError: a chat template that fails, or token ids that the model has no embedding for.
+    An empty prompt becomes the beginning-of-text token, which `say` is told. UsageError: the tokenizer has none, or the
+    prompt is not UTF-8; ModelError: a chat template that fails, or token ids that the model has no embedding for.
     """
     if not prompt:
         say("the prompt is empty: the model starts from its first token alone")
@@ -39,7 +40,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_noth
 
 def ids_to_continue(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text with its beginning, but without the end that some tokenizers put after every text."""
-    ids = list(tokenizer(text)["input_ids"])
+    ids = _token_ids(tokenizer, text)
     is_ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if is_ended else ids
 
@@ -47,13 +48,18 @@ def ids_to_continue(tokenizer: Any, text: str) -> list[int]:
 def ids_of_text(loaded: LoadedModel, text: str) -> Tensor:
     """Token ids [1, time] of a text alone, without a token that begins it.
 
-    UsageError: a text without a token; ModelError: token ids that the model has no embedding for.
+    UsageError: a text without a token, or that is not UTF-8; ModelError: token ids that the model has no embedding for.
     """
-    tokenizer: Any = loaded.tokenizer
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = _token_ids(loaded.tokenizer, text, add_special_tokens=False)
     if not ids:
         raise UsageError("the prompt is empty; a context is gone on from with one token or more")
     return _as_tensor(loaded, ids)
+
+
+def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    if re.search(r"[\ud800-\udfff]", text):
+        raise UsageError("the text is not UTF-8: it has half of a character")
+    return list(tokenizer(text, **options)["input_ids"])
 
 
 def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:

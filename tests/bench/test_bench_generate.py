@@ -207,11 +207,8 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
 def test_kernels_that_encode_worse_are_a_mismatch(model: Any, monkeypatch: Any, factor: float, status: str) -> None:
     codec = type(get_method("fp8").build(ModelSpec.from_config(model.config), None, 0).key)
     encode = codec.encode
-
-    def encode_in_a_kernel(self: Any, x: torch.Tensor, state: Any = None) -> Any:
-        return encode(self, x * factor if self.fused else x, state)
-
-    monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
+    worse = {True: factor, False: 1.0}
+    monkeypatch.setattr(codec, "encode", lambda self, x, state=None: encode(self, x * worse[self.fused], state))
     fused = SimpleNamespace(impl="fused", attend_codes=partial(reference_attend))
     monkeypatch.setattr(layer, "choose_backend", lambda *_: fused)
     _, row = generate(model, "fp8", repeats=1)

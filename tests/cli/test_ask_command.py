@@ -141,6 +141,7 @@ SLIPS = {
     "empty.txt What?": "empty.txt is empty",
     "binary What?": "binary is not UTF-8 text; convert it to text first",
     "- What?": "standard input is empty",
+    "book.txt caf\udce9?": "question: no UTF-8 text",
     "book.txt What? --max-new-tokens 400": "the document has 335 tokens, question and answer 419, and smollm2-135m was "
     "trained on 512 in all; its first 93 tokens would fit, 27 % of it, or choose a model of longer contexts",
 }

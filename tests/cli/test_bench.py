@@ -39,10 +39,6 @@ def scaled(factor: float) -> AttendCodes:
     return attend
 
 
-def lines_of(path: str) -> list[Any]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def test_records_name_the_default_methods() -> None:
     names = default_methods()
     assert names == [name for method in map(get_method, METHODS) for name in method.bench]
@@ -57,7 +53,7 @@ def test_attention_gives_a_table_and_a_record_per_row(monkeypatch: pytest.Monkey
     done = result(*ATTENTION, *GROUPS, *BOOKS, "--method", "kivi-2", "--batches", "1", "--batches", "2")
     assert "no GPU" in done.stderr
     assert done.stdout.count("kivi-2") == 2
-    records = lines_of("runs/bench/attention.jsonl")
+    records = [json.loads(line) for line in Path("runs/bench/attention.jsonl").read_text().splitlines()]
     assert [record["method"] for record in records] == ["fp16", "commvq-2", "kivi-2"] * 2
     for record in records:
         assert record["machine"]["packages"]["torch"]

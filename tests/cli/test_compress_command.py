@@ -122,6 +122,7 @@ WRONG = {
     "--prompt-file a.txt --out there.safetensors": "exists already; use --overwrite",
     "--messages a.txt --out c.safetensors": "a: the conversation is not JSON",
     "--messages bad.json --out c.safetensors": "message 0 is no object with the texts role and",
+    "--messages half.json --out c.safetensors": "the text is not UTF-8",
     "--messages none.json --out c.safetensors": "messages are a JSON list of objects",
     "--prompt-file a.txt --out c.safetensors --store s": "--store is of the store, and --out",
     "--prompt-file a.txt --out c.safetensors --max-bytes 1GiB": "--max-bytes is of the store",
@@ -137,6 +138,7 @@ def test_what_cannot_be_compressed(chatty: Any, arguments: str, said: str) -> No
     for folder in ("hollow", "two"):
         Path(folder).mkdir()
     files = {"a.txt": "a", "b.txt": "b", "two/a.txt": "c", "empty.txt": "\n", "there.safetensors": "x"}
+    files["half.json"] = r'[{"role": "user", "content": "\ud83d"}]'
     for name, text in {**files, "bad.json": '[{"role": 3}]', "none.json": "[]", "m.json": "[]"}.items():
         Path(name).write_text(text)
     Path("binary").write_bytes(b"\xff\xfe\x00")

@@ -12,7 +12,7 @@ from console import invoke, refused, result, says
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from kvcli.cli.inputs import text_of
+from kvcli.cli.inputs import read_texts, text_of
 from kvcli.errors import UsageError
 
 HOW = ("--method", "fp16", "--residual-length", "8", "--sink-length", "2")
@@ -126,7 +126,8 @@ def test_a_library_is_shared_by_files() -> None:
     assert again["text"] == answer["text"]
 
 
-def test_files_become_text() -> None:
+def test_files_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_texts([Path("texts/whale.txt").rename("texts/caf\udce9.txt")])[0].name == "caf?"
     assert text_of(Path("texts/lake.pdf")) == "The lake is deep and cold."
     assert text_of(Path("texts/page.html")).strip() == "A river is long and slow."
     Path("empty.md").write_text("\n")
@@ -135,6 +136,8 @@ def test_files_become_text() -> None:
     for name, match in (("empty.md", "is empty"), ("latin.txt", "not UTF-8"), ("no.pdf", "no PDF that can be read")):
         with pytest.raises(UsageError, match=match):
             text_of(Path(name))
+    monkeypatch.setattr("pypdf.PageObject.extract_text", lambda page: "a\ud83d\ude00\ud83d")
+    assert text_of(Path("texts/lake.pdf")) == "a\U0001f600\ufffd"
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,6 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["eval", *arguments])
 
 
-def rows_of(*arguments: str) -> list[dict[str, Any]]:
-    return json.loads(invoke(*arguments, "--json").stdout)["rows"]
-
-
 @pytest.mark.parametrize("suite", SIZES)
 def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: str) -> None:
     done = invoke(suite, *KIVI, "--method", "fp16", *SIZES[suite], "--json", "--out", "rows.jsonl")
@@ -89,7 +85,8 @@ def test_the_table_says_which_differences_are_real(command_model: LoadedModel) -
     rows = [line for line in done.stdout.splitlines() if "│ kivi-8" in line]  # of each part of the table
     assert any("*" in row for row in rows)
     assert "next: kvcli bench" in done.stderr
-    named = rows_of(*KIVI[2:], *methods[:4], *SIZES["kl"], "--compare-with", "kivi-8")
+    words = (*KIVI[2:], *methods[:4], *SIZES["kl"], "--compare-with", "kivi-8", "--json")
+    named = json.loads(invoke(*words).stdout)["rows"]
     assert [row["label"] for row in named] == ["kivi-8", "kivi-1"]
     assert named[1]["metrics"]["kl_mean"]["difference"]["real"] is True
     wrong = invoke(*KIVI, *SIZES["kl"], "--compare-with", "kivi-3")

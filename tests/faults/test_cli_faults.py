@@ -13,6 +13,7 @@ from console import invoke, refused, result
 from rich.console import Console
 
 from kvcli.calibrate.corpus import CorpusConfig, documents, token_sequences
+from kvcli.cli import start
 from kvcli.errors import CorpusError
 from kvcli.eval import kl
 from kvcli.registry import get_method
@@ -188,7 +189,12 @@ def test_pieces_of_a_document_make_up_the_document_and_those_not_needed_are_not_
         assert sum(tokenizer.read) <= most + 2  # and a letter twice, to see how the tokenizer begins a text
 
 
-def test_binary_standard_input_is_refused() -> None:
+def test_binary_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, data in (("stdin", b"\xff"), ("stdout", b""), ("stderr", b"")):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(data), "utf-8", "surrogateescape"))
+    start._open_streams()  # Python's streams in the locale C take all bytes
+    with pytest.raises(UnicodeDecodeError):
+        sys.stdin.read()
     stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8")
     with pytest.raises(CorpusError, match="not UTF-8"):
         list(documents(CorpusConfig("-"), stream))

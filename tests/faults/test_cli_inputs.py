@@ -232,6 +232,7 @@ FORMATS = r"\.parquet, \.jsonl, \.json, \.csv, \.txt .*\.gz"
         ({"a.json": '{"text": "x"}', "b.TXT": "text"}, ".", {}, r"holds .* and .* files"),
         *(({x: "text"}, y, {}, FORMATS) for x in ("a.zip", "a.gz", "a.parquet.gz", "a.md", "a") for y in (".", x)),
         ({"a.jsonl.gz": RECORDS}, "a.jsonl.gz", {}, "cannot read the corpus"),
+        ({"a.csv": 'text\n"a\nb\n'}, "a.csv", {}, "cannot read the corpus .*unexpected end of data"),
         *(
             ({"a.json": text}, "a.json", {}, "no record, a JSON object")
             for text in ("3", ' \n "x"\n{"text": "x"}', '["x", {"text": "x"}]')

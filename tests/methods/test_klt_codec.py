@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.methods.klt import trellis
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, MAX_SHIFT, SCALAR, TRELLIS, TRIED_GAINS, Code, Fields, share
+from kvcli.methods.klt.fields import BANDS, MAX_SHIFT, SCALAR, TRELLIS, TRIED_GAINS, Code, share
 from kvcli.methods.klt.method import KLTConfig, transform
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.registry import get_method
@@ -90,7 +90,8 @@ def test_gains_are_about_the_size_of_what_is_coded_of_a_token(code: Code, kind: 
     codec.mean.copy_(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
     x = normal(matrices(WIDTH), 400) + codec.mean.unsqueeze(1)
     basis = torch.stack([value_codec(matrices(WIDTH), 2, code, kind)[0].basis[head] for head in range(2)])
-    steps = torch.tensor([[(1.0, *code.steps[1:])[b] for b in _padded(f) for _ in range(2)] for f in codec.fields])
+    fields = [[*f, *[0] * (BANDS - len(f))] for f in codec.fields]
+    steps = torch.tensor([[(1.0, *code.steps[1:])[b] for b in f for _ in range(2)] for f in fields])
     z = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(basis / steps.unsqueeze(1)).mT
     for head, fields in enumerate(codec.fields):
         coded = z[head, :, : 2 * len(fields)]
@@ -163,10 +164,6 @@ def test_channels_without_a_code_do_not_choose_the_gain() -> None:
     middle, large, codes = (128 + 16 * size.log2()).round(), y.masked_fill(uncoded, 1e5), codec.encode(x)
     assert torch.equal(codec.best_gain(large, middle), codec.best_gain(y, middle))
     assert torch.equal(codec.unbiased_gain(large, codes), codec.unbiased_gain(y, codes))
-
-
-def _padded(fields: Fields) -> list[int]:
-    return [*fields, *[0] * (BANDS - len(fields))]
 
 
 def test_steps_are_wider_than_those_of_normal_numbers() -> None:

@@ -272,11 +272,7 @@ def test_models_that_transformers_does_not_know_have_no_parser() -> None:
 def test_parsers_of_transformers_that_take_no_tools_are_called_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 5.18 to 5.22, with which every conversation failed."""
     build = utils.build_response_parser
-
-    def without_tools(processor: Any, model: Any, input_ids: Any) -> Any:
-        return build(processor, model, input_ids)
-
-    monkeypatch.setattr(utils, "build_response_parser", without_tools)
+    monkeypatch.setattr(utils, "build_response_parser", lambda one, model, x: build(one, model, input_ids=x))
     assert response_parser(TOKENIZER, QWEN, "<think>", [{"type": "function"}]) is not None
 
 
