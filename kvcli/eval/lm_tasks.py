@@ -18,7 +18,7 @@ from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.errors import UsageError, suggestion
 from kvcli.eval.greedy import greedy, read
 from kvcli.eval.suite import NewCache
-from kvcli.models.load import LoadedModel, not_finite
+from kvcli.models.load import LoadedModel, not_finite, rendered
 from kvcli.seam.decoder import logits_of
 from kvcli.storage.ranks import ItemT, MadeT, joined_ranks
 from kvcli.text.detokenizer import text_after
@@ -69,7 +69,7 @@ class CachedModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
+        return rendered(self.tokenizer, chat_history, **how)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy generation would give it."""

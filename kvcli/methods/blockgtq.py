@@ -72,8 +72,7 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
         widths: int32 [num_kv_heads, head_dim], bits of each coordinate, ascending; head_dim * k_bits in all.
         centroids: float32 [num_kv_heads, rate_groups, 2^8], ascending; the last one is repeated.
 
-    Raises:
-        ValueError: an odd head_dim.
+    ValueError: an odd head_dim.
     """
 
     def __init__(self, spec: ModelSpec, n_bits: int, rate_groups: int, seed: int) -> None:
@@ -196,8 +195,7 @@ def _fit(
         `value_error`: of each head, sum |v_hat - v|^2 / sum |v|^2 on held-out values.
         `most_bits`: of each head, the width of its best pairs.
 
-    Raises:
-        ConfigError: a recording without queries.
+    ConfigError: a recording without queries.
     """
     key, spec = codec.key, codec.key.spec
     if train.query_rotation is None or not train.q.shape[1]:

@@ -75,8 +75,7 @@ class _KVarN(KeyCodec[KVarNCodes, None], ValueCodec[KVarNCodes]):
     Buffers:
         rotation: float32 [block, block], H, with as many channels as the largest power of two that divides head_dim.
 
-    Raises:
-        ValueError: an odd head_dim.
+    ValueError: an odd head_dim.
     """
 
     calibrated_range = True  # a rotated value can be sqrt(head_dim) times as large as any channel

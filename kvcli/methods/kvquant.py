@@ -193,8 +193,7 @@ def _fit(
         `key_error`: of each head, the held-out squared error of the keys over their squares, weighted by the queries.
         `value_error`: of each head, the same of the values, without weights.
 
-    Raises:
-        ConfigError: a recording without queries.
+    ConfigError: a recording without queries.
     """
     if not train.q.shape[1]:
         raise ConfigError("sensitivities come from recorded queries; calibrate with --query-tokens above 0")

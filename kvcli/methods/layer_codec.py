@@ -185,8 +185,7 @@ class EncodedTokens:
         pages: in which pages the codes of each sequence are, if `key_codes` and `value_codes` are pages, not sequences.
         skip: how many of the first tokens of each sequence nobody attends to.
 
-    Raises:
-        UsageError: codes that are no pages of that size.
+    UsageError: codes that are no pages of that size.
     """
 
     key_codes: Any

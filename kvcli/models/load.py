@@ -1,8 +1,8 @@
 """Loading models and tokenizers: built-in models, names on a hub, local folders and GGUF files."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -123,11 +123,26 @@ def end_tokens(model: Any) -> list[int]:
     return list(dict.fromkeys(each))
 
 
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+    """Messages as the chat template renders them; a template that passes over texts, as of models that see, gets parts.
+
+    `options` are those of `apply_chat_template`; a template that fails raises errors of many kinds.
+    """
+    text = str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
+    said = [str(message["content"]).strip() for message in messages if message.get("role") == "user"]
+    if not all(x in text for x in said):
+        parts = [{**x, "content": [{"type": "text", "text": x.get("content") or ""}]} for x in messages]
+        with suppress(Exception):  # one that takes texts alone changes them
+            of_parts = str(tokenizer.apply_chat_template(parts, tokenize=False, **options))
+            return of_parts if all(x in of_parts for x in said) else text
+    return text
+
+
 def _end_of_reply(tokenizer: Any) -> list[int]:
     """The special token that follows a reply in a chat template; none where there is no such token or template."""
     turns = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = rendered(tokenizer, turns)
         after = tokenizer(text.rpartition("Hello")[2].strip(), add_special_tokens=False)["input_ids"]
         return [x for x in after[:1] if tokenizer.added_tokens_decoder[x].special]
     except Exception:  # no template, one that wants other messages, or a token that is text

@@ -39,8 +39,7 @@ class Library:
         loaded: the model, attached by the session; its tokenizer has a chat template.
         prefill_chunk: as of `Document`.
 
-    Raises:
-        UsageError: a model or method of which documents cannot stand side by side.
+    UsageError: a model or method of which documents cannot stand side by side.
     """
 
     def __init__(

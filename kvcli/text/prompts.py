@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ModelError, UsageError, error_text
-from kvcli.models.load import LoadedModel
+from kvcli.models.load import LoadedModel, rendered
 from kvcli.progress import Say, say_nothing
 
 Message = Mapping[str, Any]
@@ -91,8 +91,8 @@ def chat_text(
     if taken := variables and signature(tokenizer.apply_chat_template).parameters.keys() & variables.keys():
         raise UsageError(f"'{min(taken)}' is no variable of a chat template")
     try:
-        options = {"add_generation_prompt": to_reply, "tools": tools, "tokenize": False}
-        return str(tokenizer.apply_chat_template(list(messages), **options, **(variables or {})))
+        options = {"add_generation_prompt": to_reply, "tools": tools}
+        return rendered(tokenizer, messages, **options, **(variables or {}))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
         raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
 

@@ -176,7 +176,6 @@ def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkey
     with kvcli.attach(chatty, "rtn-2", **SETTINGS) as session:
         talk = Conversation(chatty, session, kvcli.SamplingConfig(12), say=said.append)
         talk.reply("Hello there, who are you?")
-
         with pytest.raises(KeyboardInterrupt):
             talk.reply("And now?", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(CacheError, match="was broken off"):

@@ -336,8 +336,7 @@ def unsupported(codec: KLTLayer) -> str | None:
 def fused_attend(codec: KLTLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """softmax(scaling q K^T) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32.
 
-    Raises:
-        CacheError: positions that are not consecutive.
+    CacheError: positions that are not consecutive.
     """
     scores = key_scores(codec.key, codec.offset, query, encoded, scaling)
     out, lse = value_sum(codec.value, scores, encoded, query.dtype == torch.float32)
@@ -353,8 +352,7 @@ def key_scores(
         offset: float32 [1, num_kv_heads, 1, head_dim], the constant pre-RoPE key that is not coded.
         query: after RoPE, [batch, num_heads, query_len, head_dim].
 
-    Raises:
-        CacheError: positions that are not consecutive.
+    CacheError: positions that are not consecutive.
     """
     spec, codes, rotations, fp32_dot = key.spec, encoded.key_codes, encoded.rotations, query.dtype == torch.float32
     assert rotations is not None

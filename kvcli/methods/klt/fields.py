@@ -56,8 +56,7 @@ class Code:
     def places(self, fields: Fields) -> tuple[tuple[int, int], ...]:
         """Byte and first bit of each band's field, such that none crosses a byte; (0, 0) for one of no bits.
 
-        Raises:
-            ValueError: bits that do not fill whole bytes.
+        ValueError: bits that do not fill whole bytes.
         """
         descending = all(a >= b >= 1 for a, b in zip(fields, [*fields, 1][1:], strict=True))
         whole = 0 < len(fields) <= BANDS and descending and fields[0] <= 8 and sum(fields) % 8 == 0

@@ -173,8 +173,7 @@ def _fit(
         `key_error`, `value_error`: of each head, the squared error of held-out samples in terms of what it costs, as a
             share of what the samples less their mean would cost.
 
-    Raises:
-        ConfigError: a recording without queries.
+    ConfigError: a recording without queries.
     """
     if train.query_rotation is None or train.q.shape[1] < 2:
         raise ConfigError("the angles of RoPE come from recorded queries; calibrate with --query-tokens above 0")

@@ -66,8 +66,7 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         outlier_sketch: float32 [m_out, head_dim].
     Each layer has its own projections.
 
-    Raises:
-        ValueError: more outliers than channels.
+    ValueError: more outliers than channels.
     """
 
     def __init__(self, spec: ModelSpec, config: QJLConfig, layer_idx: int) -> None:

@@ -214,8 +214,7 @@ def fit_subspace(
         `subspace_energy`: for each kv head, the share of the queries' squared norm that the leading `subspace_dim`
         directions hold (sum of the leading squared singular values / sum of all).
 
-    Raises:
-        ConfigError: settings whose subspace comes from the prompt.
+    ConfigError: settings whose subspace comes from the prompt.
     """
     if config.subspace_source != "calibration":
         raise ConfigError("only a subspace from calibration can be fitted; set subspace_source=calibration")
