@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -36,6 +36,17 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for numbers by which nothing can be chosen."""
+        for name, fits, what in (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0, and at most 1"),
+            ("top_k", self.top_k >= 0, "0, for all tokens, or more"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
+        ):
+            if not fits:
+                raise UsageError(f"{name} is {what}, not {getattr(self, name)}")
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -149,6 +160,32 @@ class Generated:
     note: str | None
 
 
+def mask_of(model: Any, ids: Any, mask: Any, chunk: int | None) -> Tensor | None:
+    """The mask of prompts as int64, once these can be read as `Session.generate` says; else UsageError."""
+    for name, x in (("input_ids", ids), ("attention_mask", mask)):
+        if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
+            hint = "; unpack what a tokenizer returns: session.generate(**inputs)" if hasattr(x, "keys") else ""
+            raise UsageError(f"{name} is a tensor [batch, time], not a {type(x).__name__}{hint}")
+    if ids.dim() != 2 or not len(ids) or (mask is not None and mask.shape != ids.shape):
+        shapes = " and ".join(str(list(x.shape)) for x in (ids, mask) if x is not None)
+        raise UsageError(f"input_ids and attention_mask are [batch, time] with one row or more, not {shapes}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"input_ids are int64, not {str(ids.dtype).removeprefix('torch.')}")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)  # on a GPU, others would end the process
+    if known is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise UsageError(f"input_ids are {ids.min()} to {ids.max()}, but the model has {known} embeddings, from 0")
+    if chunk is not None and chunk < 1:
+        raise UsageError(f"prefill_chunk is 1 or more, not {chunk}")
+    if mask is None:
+        return None
+    mask = (mask != 0).long()
+    if not mask.any(1).all():
+        raise UsageError(f"row {int(mask.any(1).int().argmin())} has no token: its attention_mask is 0 everywhere")
+    if bool((mask.diff(dim=1) < 0).any()):
+        raise UsageError("padding must stand on the left of a prompt")
+    return mask
+
+
 def prefill(
     model: Any,
     cache: CompressedCache,
@@ -170,14 +207,9 @@ def prefill(
         all_logits: return those of all tokens that are read, [batch, time, vocab_size].
 
     Raises:
-        UsageError: other shapes, a row without a token, padding that is not on the left, or nothing left to read.
+        UsageError: nothing left to read.
         CacheError: a pass over the cache broke off.
     """
-    if ids.dim() != 2 or not len(ids) or (mask is not None and mask.shape != ids.shape):
-        shapes = " and ".join(str(list(x.shape)) for x in (ids, mask) if x is not None)
-        raise UsageError(f"input_ids and attention_mask are [batch, time] with one row or more, not {shapes}")
-    if mask is not None and not mask.any(1).all():
-        raise UsageError(f"row {int(mask.any(1).int().argmin())} has no token: its attention_mask is 0 everywhere")
     length = ids.shape[1] if mask is None else int(mask.sum(1).max())
     if cache.sequences.rope.changes(length):
         cache.reset()
@@ -189,8 +221,6 @@ def prefill(
         cache.passes.check_at_rest()
     if first >= length:
         raise UsageError(f"the prompt has {length} tokens, and the cache holds {first}: nothing is left to read")
-    if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):
-        raise UsageError("padding must stand on the left of a prompt")
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
     kept: list[Tensor] = []
     for start in range(first, length, chunk or length):
@@ -207,8 +237,8 @@ def prefill(
     return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
 
 
-def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:
+def stop_tokens(model: Any, stops: Any, padding: int | None) -> tuple[list[int], int]:
     """Tokens that end a row and the token after its end: these, or those of the model's configs."""
-    ends = end_tokens(model) if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    ends = end_tokens(model) if stops is None else torch.as_tensor(stops).flatten().tolist()
     padding = getattr(model.generation_config, "pad_token_id", None) if padding is None else padding
     return ends, padding if padding is not None else next(iter(ends), 0)

@@ -23,6 +23,7 @@ from kvcli.attention.generation import (
     NextToken,
     SamplingConfig,
     SamplingKeywords,
+    mask_of,
     prefill,
     sampling_of,
     stop_tokens,
@@ -249,7 +250,7 @@ class Session:
 
         Args:
             input_ids: int64 [batch, time].
-            attention_mask: int64 [batch, time], 0 at padding, which stands on the left; None: no padding.
+            attention_mask: [batch, time], 0 at padding, which stands on the left; None: no padding.
             sampling: how tokens are chosen, and how many at most; default: greedily, 64.
             cache: holds the first of `input_ids`; default: a new one.
             past_key_values: the name of `cache` before transformers 5.24.
@@ -265,8 +266,9 @@ class Session:
                 them, in place of `sampling`.
 
         Raises:
-            UsageError: other keywords, some beside `sampling`, or a cache twice; other shapes, a row without a token,
-                padding not on the left, a cache of the whole prompt, no token to make, or `graphs` without a GPU.
+            UsageError: other keywords, some beside `sampling`, or a cache twice; other types or shapes, ids without an
+                embedding, a row without a token, padding not on the left, a cache of another class or of the whole
+                prompt, no token to make, or `graphs` without a GPU.
             ModelError: logits that are not finite.
         """
         sampling = sampling_of(sampling, keywords)
@@ -274,12 +276,15 @@ class Session:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
         if mode not in (None, *get_args(Mode)):
             raise UsageError(f"mode is {' or '.join(get_args(Mode))}, not {mode!r}")
+        attention_mask = mask_of(self.model, input_ids, attention_mask, prefill_chunk)
         if mode == "graphs" and not input_ids.is_cuda:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
         if cache is not None and past_key_values is not None:
             raise UsageError("past_key_values is the older name of cache; give one of the two")
         given = cache if cache is not None else past_key_values
         cache = self.new_cache() if given is None else given
+        if not isinstance(cache, CompressedCache):
+            raise UsageError(f"cache is what session.new_cache() made, not a {type(cache).__name__}")
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk, on_prefill)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from factories import make_model
 from transformers import (
+    BatchEncoding,
+    DynamicCache,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -297,6 +299,12 @@ def test_what_cannot_be_generated_is_refused() -> None:
             (ids, torch.ones(2, 13, dtype=torch.int64), r"not \[2, 12\] and \[2, 13\]"),
             (ids[:0], right[:0], r"one row or more, not \[0, 12\] and \[0, 12\]"),
             (ids[0], None, r"not \[12\]"),
+            (ids.tolist(), None, r"input_ids is a tensor \[batch, time\], not a list"),
+            (BatchEncoding({"input_ids": ids}), None, r"not a BatchEncoding; .*generate\(\*\*inputs\)"),
+            (ids, [[1] * 12], "attention_mask is a tensor"),
+            (ids.float(), None, "input_ids are int64, not float32"),
+            (torch.full_like(ids, 5000), None, "input_ids are 5000 to 5000, but the model has"),
+            (ids - 97, None, "input_ids are -"),
         ):
             with pytest.raises(UsageError, match=said):
                 make(session, x, mask, 3, None)
@@ -308,11 +316,20 @@ def test_what_cannot_be_generated_is_refused() -> None:
         ):
             with pytest.raises(UsageError, match=said):
                 make(session, ids, mask, count, mode)
+        for options, said in (
+            ({"cache": DynamicCache()}, "not a DynamicCache"),
+            ({"prefill_chunk": -1}, "prefill_chunk is 1 or more, not -1"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                make(session, ids, None, 3, None, **options)
         made = make(session, ids, None, 3, None)
         with pytest.raises(UsageError, match="nothing is left"):
             make(session, made.sequences[:, :-1], None, 3, None, cache=made.cache)
         again = make(session, made.sequences, None, 3, None, cache=made.cache)
         assert torch.equal(again.sequences, make(session, ids, None, 6, None).sequences)
+        mask, stop = right.flip(1), torch.tensor(96)  # a mask of any dtype, and a stop as a tensor
+        made = [make(session, ids, mask.to(x), 6, None, eos_token_id=stop) for x in (torch.int64, torch.float32)]
+        assert torch.equal(*(x.sequences for x in made))
 
 
 def test_prompts_in_chunks_make_the_tokens_of_whole_prompts(steps: list[int]) -> None:
@@ -374,6 +391,8 @@ def test_generate_takes_the_keywords_of_transformers(case: str) -> None:
         ({"num_beams": 2}, "does not take 'num_beams'; the model's own generate may"),
         ({"sampling": SamplingConfig(), "top_k": 3}, "top_k is part of sampling"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample=True needs a temperature above 0"),
+        *(({name: x}, f"{name} is .*, not {x}") for name, x in (("temperature", -1.0), ("top_p", 0.0), ("top_k", -1))),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is more than 0, not nan"),
     ],
 )
 def test_keywords_that_generate_does_not_take(keywords: dict[str, Any], said: str) -> None:
