@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.rope import NoRope
-from kvcli.seam.decoder import find_decoder, text_model
+from kvcli.seam.decoder import decoder_layers, find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
 from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
 from kvcli.seam.trial import LayerProbe
@@ -33,6 +33,7 @@ from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
 _NAME = "kvcli_probe"
 _TOKENS, _FIRST = 12, 8
+_NOT_FROM_0 = "its own positions do not count from 0"
 
 FULL = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmo", "olmo2", "granite", "granitemoe",
@@ -51,6 +52,7 @@ HYBRID = (
 _ADAPTERS = {
     "is_prompt_learning": "puts tokens of its own before a text",
     "alora_invocation_tokens": "works on the end of a text alone (aLoRA)",
+    "adapter_layers": "attends to tokens of its own in some layers (adaption prompt)",
 }
 """Adapters of PEFT with which keys and values are not those of the tokens before them, by fields of their configs."""
 
@@ -103,7 +105,7 @@ def check_adapter(model: Any) -> None:
     for name, what in _ADAPTERS.items():
         if getattr(config, name, None):
             raise UnsupportedModelError(
-                f"adapter '{model.active_adapter}' {what}, which is not supported; attach get_base_model() without it"
+                f"adapter '{model.active_adapter}' {what}, which is not supported; attach the model without it"
             )
 
 
@@ -139,8 +141,10 @@ class _Probe:
             try:
                 self.trial.check(in_passes, logits, "")
             except NotUnderstood:  # each layer of full attention was compared by itself
+                if not self.trial.is_finite:  # where, may differ between passes
+                    return self._result(modules)
                 from_zero = self._run(tokens, use_cache=False, **self._positions(tokens))
-                self.trial.check(from_zero, logits, "its own positions do not count from 0")
+                self.trial.check(from_zero, logits, _NOT_FROM_0)
                 return replace(self._result(modules), drops_state=True)
         return self._result(modules)
 
@@ -154,6 +158,9 @@ class _Probe:
                     attention_of_config(self.model)  # which may know more of why
                     raise NotUnderstood("it cannot be planned: it reads weights before any layer attends") from error
             self._modules()
+        tables = [x for name, x in self.model.named_modules() if name.endswith("position_embeddings")]
+        if any(getattr(x, "padding_idx", None) is not None for x in tables):  # RoBERTa's, which count on from it
+            raise NotUnderstood(_NOT_FROM_0)
 
     def _modules(self) -> list[nn.Module]:
         """The modules that attended, in their order."""
@@ -163,6 +170,11 @@ class _Probe:
         for module in modules:
             if (count := modules.count(module)) > 1:
                 raise NotUnderstood(f"{module_name(self.model, module)} attends {count} times in one pass")
+        attending = {id(module) for module in modules}
+        for x in (x for layer in decoder_layers(self.model) for child in layer.children() for x in child.modules()):
+            around = id(x) not in attending and any(id(part) in attending for part in x.modules())
+            if around and next(x.parameters(recurse=False), None) is not None:  # it may need rotated queries, too
+                raise NotUnderstood(f"{module_name(self.model, x)}, around attention, has weights of its own")
         return modules
 
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:
@@ -175,6 +187,8 @@ class _Probe:
                 field = " (num_kv_shared_layers)" if hasattr(self.config, "num_kv_shared_layers") else ""
                 raise NotUnderstood(f"a layer attends to what another one caches{field}") from error
             raise NotUnderstood(f"it cannot run on a few tokens of text ({one_line(error)})") from error
+        if getattr(output, "logits", None) is None:
+            raise NotUnderstood("it makes no logits; load it as a causal language model (AutoModelForCausalLM)")
         return output.logits
 
     @contextmanager

@@ -169,6 +169,19 @@ def test_what_several_adapters_have_read_is_of_none(how: str, tmp_path: Path) ->
             cache.save(tmp_path / "cache", IDS.repeat(1, 2))
 
 
+def test_an_adapter_that_attends_beside_the_model_is_refused() -> None:
+    """PEFT rotates its queries itself, by what the rotary module returns, which does nothing while attached."""
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
+    adapted = peft.get_peft_model(make_model("llama"), config)
+    for model, said in ((adapted, "attends to tokens of its own"), (adapted.get_base_model(), "weights of its own")):
+        with pytest.raises(UnsupportedModelError, match=said):
+            kvcli.attach(model, "rtn-4")
+    with adapted.disable_adapter():
+        session = kvcli.attach(adapted, "rtn-4")
+    with session, pytest.raises(UnsupportedModelError, match="attends to tokens of its own"):
+        session.generate(IDS)
+
+
 def test_a_document_is_of_the_adapter_that_it_was_made_with(adapted: Any, tmp_path: Path) -> None:
     sampling, text = kvcli.SamplingConfig(6), "Some words about nothing. " * 8
     for store in (None, tmp_path / "contexts"):

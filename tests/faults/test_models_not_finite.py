@@ -54,6 +54,15 @@ def test_generate_refuses_logits_that_are_not_finite_and_names_the_layer(tempera
     assert not loaded.model.model.layers[1]._forward_hooks
 
 
+def test_keys_beyond_float16_are_not_taken_for_a_dropped_state() -> None:
+    model = make_model("llama", num_hidden_layers=2, head_dim=64)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data *= 1e5
+        layer.self_attn.q_proj.weight.data *= 1e-5
+    with kvcli.attach(model.half(), "fp8") as session, pytest.raises(ModelError, match="not finite from layer 0 on"):
+        session.generate(torch.arange(3, 60)[None], prefill_chunk=30)
+
+
 def test_generate_refuses_logits_that_the_head_makes_infinite() -> None:
     model = make_model("llama")
     model.lm_head.weight.data = 3e38 * model.lm_head.weight.data.sign()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from factories import WINDOW, load, make_model
-from families import make
+from families import make, tiny_config
 from odd_models import POSITIONS, REFUSED, RIGHT, with_attention, with_positions
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -111,8 +111,12 @@ def test_positions_that_begin_after_that_of_padding_are_refused(family: str) -> 
     """Of decoders like RoBERTa: positions from 0, which all passes are given, are not those that it makes itself."""
     with pytest.raises(UnsupportedModelError, match="its own positions do not count from 0"):
         kvcli.attach(make(family, is_decoder=True), "fp16")
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="do not count from 0"):
+        probe(AutoModelForCausalLM.from_config(tiny_config(family, is_decoder=True)))
 
 
-def test_a_model_whose_config_counts_no_layers_is_refused() -> None:
+def test_a_model_without_a_head_or_whose_config_counts_no_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="AutoModelForCausalLM"):
+        kvcli.attach(make_model("llama").model, "fp16")
     with pytest.raises(ModelError, match="has no list of its decoder layers"):
         kvcli.attach(make("blt"), "fp16")
