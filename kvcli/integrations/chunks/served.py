@@ -129,27 +129,27 @@ class Served:
             )
 
     @classmethod
-    def load(cls, settings: ChunkSettings, model: str = "", config: Any = None) -> Served:
+    def load(cls, settings: ChunkSettings, model: str = "", of_flags: Any = None) -> Served:
         """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
 
-        An engine's `model` is a default; its `config`, which flags may have changed, comes before the folder's.
+        An engine's `model` is a default, as the `revision` in its record `of_flags` is, whose `hf_config` is used.
 
         Raises:
             KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
         """
         name, named = settings.model or model, (settings.method, settings.artifact, settings.recipe, settings.settings)
         choice = MethodChoice.of(*named).for_pages()
+        folder = Path(name).expanduser()
         if name in BUILTIN_MODELS:  # no other model is fetched as a whole
             folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
-        else:
-            folder = Path(name).expanduser()
         if folder.is_dir():
             weights = _sample_of(folder)
         else:
-            folder = download_config(name, settings.revision or None)
+            served = of_flags.revision if of_flags and name == model else None
+            folder = download_config(name, settings.revision or served)
             weights = folder.name  # the commit
-        model_config, source = config or read_config(folder), dict[str, Any](weights=weights)
-        spec, fitted = ModelSpec.from_config(model_config), None
+        model_config = of_flags.hf_config if of_flags else read_config(folder)
+        source, spec, fitted = dict[str, Any](weights=weights), ModelSpec.from_config(model_config), None
         if choice.fitted is not None:
             fitted, source["artifact"] = choice.codecs(spec)[1], choice.fitted.metadata["files"]
         rope: Rope = NoRope(spec.rope.rotary_dim, torch.device("cpu"))

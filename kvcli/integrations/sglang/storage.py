@@ -60,12 +60,12 @@ class KvcliStorage(HiCacheStorage):
             if on:
                 raise UsageError(f"{what} and a store of codes do not go together")
         try:  # what SGLang hands over is the name that it serves the model by, if any
-            engines, config = get_server_args().model_path, process_model_config().hf_config
+            engines, of_flags = get_server_args().model_path, process_model_config()
         except ValueError:  # not in an engine's process
-            engines, config = storage_config.model_name, None
+            engines, of_flags = storage_config.model_name, None
         if not (name := chosen.model or engines):
             raise UsageError('SGLang does not say which model it serves: say "model"')
-        self.served = Served.load(chosen, name, config)
+        self.served = Served.load(chosen, engines, of_flags)
         self.kind = f"{name} {self.served.label}"
         self._ranks = [storage_config.tp_rank, storage_config.tp_size]
         self.store = chosen.store()

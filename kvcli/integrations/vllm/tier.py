@@ -94,7 +94,7 @@ class KvcliTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, chosen = offloading_spec.config, TierSettings.read(settings)
-        served = Served.load(chosen, config.model.name, _config_of_engine())
+        served = Served.load(chosen, config.model.name, _model_of_engine())
         slots = Slots(config, served.spec, extract_layer_index)
         self.groups = {
             i: (OpaqueChunks if group.layers is None else GroupChunks)(served, slots, group, config)
@@ -239,14 +239,14 @@ class KvcliTier(SecondaryTierManager):
         return self._group(key).name(key)
 
 
-def _config_of_engine() -> Any:
-    """The model's config as flags changed it; vLLM hands it to no tier, but its connector, which makes them, has it."""
+def _model_of_engine() -> Any:
+    """What flags say of the model; vLLM hands it to no tier, but its connector, which makes them, has it."""
     frame = inspect.currentframe()
     while frame is not None:
         if model := getattr(frame.f_locals.get("vllm_config"), "model_config", None):
-            return model.hf_config
+            return model
         frame = frame.f_back
-    logger.warning("the engine's config is not found: flags that change the model's (--hf-overrides) are not seen")
+    logger.warning("the engine's config is not found: what --hf-overrides and --revision change is not seen")
     return None
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,9 +154,16 @@ def test_other_weights_or_artifacts_are_another_identity(model_folder: Path, art
     assert identity(artifact=str(artifact)) != identity(artifact=str(artifact.with_name("other")))
 
 
+def test_a_model_of_the_hub_is_read_at_the_engines_commit(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, of_flags = list[Any](), SimpleNamespace(hf_config=read_config(model_folder), revision="c0ffee")
+    monkeypatch.setattr(f"{Served.__module__}.download_config", lambda *rest: asked.append(rest) or model_folder)
+    for changes in ({}, {"model": "a/tiny"}, {"revision": "v2"}, {"model": "b/other"}):
+        Served.load(StoreSettings(method="kivi-2", folder="store", **changes), "a/tiny", of_flags)
+    assert asked == [("a/tiny", "c0ffee")] * 2 + [("a/tiny", "v2"), ("b/other", None)]
+
+
 def test_codes_of_another_rope_are_of_another_model() -> None:
-    spec, (record, bits) = make_spec(), parse_method("kivi-2")
-    identities = set()
+    spec, (record, bits), identities = make_spec(), parse_method("kivi-2"), set()
     for theta in (1e4, 2e4):
         model = make_model("llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": theta})
         rope = Rope(model.model.rotary_emb)

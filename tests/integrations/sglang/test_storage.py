@@ -56,7 +56,7 @@ try:
         from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-        from sglang.srt.runtime_context import get_context
+        from sglang.srt.runtime_context import get_context, process_model_config
         from sglang.srt.server_args import ServerArgs
 except ImportError as error:
     pytest.skip(f"needs SGLang, see docs/tiers.md: {error}", allow_module_level=True)
@@ -293,8 +293,9 @@ def test_the_model_is_as_flags_of_the_engine_changed_it(
         plain = Served.load(ChunkSettings(model=str(model_folder), **coding))
         for overrides in ({}, scaled):
             args: dict[str, Any] = {"model_path": str(model_folder), "served_model_name": "alias", "device": "cpu"}
-            args |= {"skip_tokenizer_init": True, "json_model_override_args": json.dumps(overrides)}
+            args |= {"skip_tokenizer_init": True, "json_model_override_args": json.dumps(overrides), "revision": "v2"}
             monkeypatch.setattr(get_context(), "_server_args", ServerArgs(**args))
+            assert process_model_config().revision == "v2"
             if overrides and "artifact" in coding:
                 with pytest.raises(KvcliError, match="rope"):
                     make_storage(Path(), tmp_path / "store", **coding)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -112,12 +113,9 @@ def test_what_codes_cannot_hold_is_not_stored_and_the_others_are(engines: Any, c
 
 
 def test_a_full_disk_ends_no_engine(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: ChunkStore, chunks: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     engine = engines()
     with monkeypatch.context() as patched:
-        patched.setattr(ChunkStore, "put", full)
+        patched.setattr(ChunkStore, "put", Mock(side_effect=OSError(28, "No space left on device")))
         engine.write(chunks)
     assert engines().read(3) == [None] * 3
     assert None not in engine.read(3)  # of the CPU tier
@@ -138,12 +136,13 @@ def test_other_methods_models_dtypes_and_chunk_lengths_find_nothing(engines: Any
 def connector(model_folder: Path, tmp_path: Path) -> Callable[..., Any]:
     """What makes vLLM's own connector, as its scheduler does, with overrides of the model's config."""
 
-    def make(overrides: dict[str, Any], **coding: str) -> Any:
+    def make(overrides: dict[str, Any], revision: str | None = None, **coding: str) -> Any:
         tier = {"type": "KvcliTier", "module_path": "kvcli.integrations.vllm.tier", "folder": str(tmp_path / "store")}
         extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "block_size": TOKENS}
-        extra["secondary_tiers"] = [{**tier, **coding}]
+        extra["secondary_tiers"] = [{**tier, **(coding or {"method": "kivi-2"})}]
         transfer = KVTransferConfig("OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-        model = ModelConfig(str(model_folder), skip_tokenizer_init=True, dtype="float32", hf_overrides=overrides)
+        flags: dict[str, Any] = {"hf_overrides": overrides, "revision": revision, "skip_tokenizer_init": True}
+        model = ModelConfig(str(model_folder), dtype="float32", **flags)
         config = VllmConfig(model_config=model, cache_config=CacheConfig(block_size=PAGE), kv_transfer_config=transfer)
         config.cache_config.kv_cache_layout = "LBNHC"
         pages = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
@@ -168,6 +167,18 @@ def test_the_model_is_as_flags_of_the_engine_changed_it(
             made.shutdown()
     with pytest.raises(KvcliError, match="rope"):
         connector(scaled, artifact=str(artifact))
+
+
+def test_a_tier_takes_the_engines_commit_and_says_where_it_finds_no_flags(
+    engines: Any, connector: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, load = list[Any](), Served.load
+    monkeypatch.setattr(Served, "load", lambda *rest: asked.append(rest[2]) or load(*rest))
+    connector({}, revision="c0ffee").shutdown()
+    assert "--hf-overrides" not in caplog.text
+    engines()
+    assert [x and x.revision for x in asked] == ["c0ffee", None]
+    assert "--hf-overrides and --revision" in caplog.text
 
 
 def test_layers_of_other_kinds_are_stored_as_they_are(engines: Any, chunks: Any, tmp_path: Path) -> None:
@@ -249,13 +260,7 @@ def test_the_store_is_bounded_and_keeps_the_beginning_of_a_text(engines: Any, ch
 def results_of(engine: Engine) -> list[bool]:
     """Whether each job of a tier succeeded, while they end."""
     told, finished = list[bool](), engine.tier.get_finished_jobs
-
-    def watched() -> list[Any]:
-        results = list(finished())
-        told.extend(x.success for x in results)
-        return results
-
-    engine.tier.get_finished_jobs = watched  # type: ignore[method-assign]
+    engine.tier.get_finished_jobs = lambda: [told.append(x.success) or x for x in finished()]
     return told
 
 
@@ -295,8 +300,7 @@ def test_a_job_that_fails_is_told_and_ends_no_engine(
     engine.tier._lookups.flush()
     engine.tier.submit_store(job)
     engine.tier.drain_jobs()
-    (result,) = engine.tier.get_finished_jobs()
-    assert (result.job_id, result.success) == (7, False)
+    assert [(x.job_id, x.success) for x in engine.tier.get_finished_jobs()] == [(7, False)]
     engine.tier._lookups.flush()
     time.sleep(0.1)
     assert engine.tier.lookup(keys_of(1)[0], asked) in (LookupResult.RETRY, LookupResult.MISS)
@@ -363,13 +367,7 @@ def test_jobs_that_were_not_begun_are_given_up_at_the_end(
     engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, begun = engines(), list[int]()
-
-    def slow(*arguments: Any) -> list[Any]:
-        begun.append(1)
-        time.sleep(0.3)
-        return []
-
-    monkeypatch.setattr(type(engine.tier.groups[0]), "encode", slow)
+    monkeypatch.setattr(type(engine.tier.groups[0]), "encode", lambda *_: begun.append(1) or time.sleep(0.3) or [])
     for number in range(5):
         request = context(3, True)
         keys = [make_offload_key(bytes([100 + number] * 32), 0)]
