@@ -240,10 +240,10 @@ def compared_with(records: Iterable[Any], name: str) -> str | None:
     return next((versus["to"] for versus in found if versus is not None), None)
 
 
-def difference(record: Any, name: str, template: str, factor: float = 1) -> str:
-    """The difference to the row compared with, with a star if it is real."""
+def difference(record: Any, name: str, template: str, factor: float = 1, to: str | None = None) -> str:
+    """The difference to the row compared with, with a star if it is real; none if that was not the row `to`."""
     versus = record.get("metrics", {}).get(name, {}).get("difference")
-    if versus is None or versus["mean"] is None:
+    if versus is None or versus["mean"] is None or to not in (None, versus["to"]):
         return "-"
     return number(factor * versus["mean"], template) + ("*" if versus["real"] else " ")
 

@@ -191,7 +191,7 @@ def quality(rows: Records) -> DataTable:
         bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
         perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
         figures = [number(row["kl_mean"]), interval(row, "kl_mean", "{:.4f}"), f"{100 * row['flips']:.1f}", perplexity]
-        figures += [difference(row, "kl_mean", "{:+.4f}")] * bool(compared)
+        figures += [difference(row, "kl_mean", "{:+.4f}", to=compared)] * bool(compared)
         if without:
             other = without.get(row["method"])
             figures.append("" if other is None else number(other["kl_mean"]))

@@ -218,10 +218,8 @@ def test_the_front_in_words() -> None:
         return {"method": method, "label": label or method, "kl_mean": kl, **shared}
 
     rows = [row("kivi-4", 5, 0.002), row("rtn-4", 5.1, 0.003), row("klt-2", 2, 0.1, "a"), row("klt-2", 2, 0.2, "b")]
-    assert (
-        verdict(rows)
-        == "No other row has fewer bits and loses less than a (2.00 bits, KL 0.1), kivi-4 (5.00 bits, KL 0.002)."
-    )
+    said = "No other row has fewer bits and loses less than a (2.00 bits, KL 0.1), kivi-4 (5.00 bits, KL 0.002)."
+    assert verdict(rows) == said
     assert verdict(rows[:1]) is None
     assert verdict([{**row, "layer": at} for at, row in enumerate(rows)]) is None
 
@@ -229,11 +227,12 @@ def test_the_front_in_words() -> None:
 def test_small_losses_are_no_zeros_and_stand_beside_differences() -> None:
     values = [1e-5 * x for x in NOISE]
     small, large = kl_record(values, "kivi-4"), kl_record([2 * x for x in values])
-    large = large.model_copy(update={"metrics": metrics_of(large.units, small)})
-    cells = _cells(quality([x.model_dump() for x in (small, large)]).markdown())
-    assert cells["KL"] == ["4.2e-06", "8.5e-06"]
+    runs = (("kivi-2", small), ("rtn-2", kl_record(values, "rtn-4")))
+    rows = [large.model_copy(update={"method": x, "metrics": metrics_of(large.units, other)}) for x, other in runs]
+    cells = _cells(quality([x.model_dump() for x in (small, *rows)]).markdown())
+    assert cells["KL"] == ["4.2e-06", "8.5e-06", "8.5e-06"]
     assert all(re.fullmatch(r"(\d\.\de-06)-(\d\.\de-0[56])", x) for x in cells["95 % interval"])
-    assert cells["KL - kivi-4"] == ["-", "+4.2e-06*"]
+    assert cells["KL - kivi-4"] == ["-", "+4.2e-06*", "-"]
     for value, shown in ((0, "0.0000"), (6e-5, "0.0001"), (-4e-5, "-4.0e-05"), (float("inf"), "inf")):
         assert number(value) == shown
 
