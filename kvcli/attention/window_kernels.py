@@ -292,9 +292,8 @@ def _attend_kernel(
     numbers, or with PER_ROW int32 [batch] and [batch, query_len]; codes_out float32 [batch, heads, query_len, DV],
     codes_lse float32 [batch, heads, query_len], out [batch, heads, query_len, DV] with strides o_*. If DECODED,
     codes_out and codes_lse are decoded keys and values instead, [batch, num_kv_heads, tokens, D or DV] with strides
-    c*_, of which each row attends to `attended` first.
-    SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of the longest row. Sums in float32.
-    Tuned on one H200 (torch 2.11, triton 3.6).
+    c*_, of which each row attends to `attended` first. SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of
+    the longest row. Sums in float32. Tuned on one H200 (torch 2.11, triton 3.6).
     """
     pdl_launch_dependents()
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)

@@ -52,11 +52,7 @@ def all_gpus_have(capability: tuple[int, int]) -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Checks that kernels can run on a device.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Checks that kernels can run on a device; UsageError: they cannot."""
     if not has_triton():
         raise UsageError("fused kernels need Triton, which is not installed; use --impl reference")
     if device.type != "cuda" and not interpreted():

@@ -66,9 +66,7 @@ def test_two_ranks_give_what_one_process_gives(alone: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_dead_rank_ends_the_others_and_the_run_resumes(alone: Path, tmp_path: Path, dying: int) -> None:
-    """Fault (kills): a rank dies. Result: the others end with one line that names it; the same command
-    resumes.
-    """
+    """Fault (kills): a rank dies. Result: the others end with one line that names it; the same command resumes."""
     place = "kvcli.calibrate.collect:write_part"
     codes = ranks_of(tmp_path, CALIBRATE, 2, DYING_RANK=str(dying), DIE_IN=place)
     assert codes[dying][0] == -signal.SIGKILL

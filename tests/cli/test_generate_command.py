@@ -100,9 +100,8 @@ def test_a_prompt_inside_the_window_is_said_to_be_there_and_where_compression_st
 def test_a_cache_that_is_larger_than_in_fp16_says_from_where_on_it_is_smaller(tiny: Any) -> None:
     options = ("generate", "--method", "fp8", "--max-new-tokens", "1", "--prompt")
     first = result(*options, "x" * 200, "--json")["smaller_than_fp16_from"]
-    assert (
-        f"larger than in fp16, as every context below {first} tokens" in result(*options, "x" * 200, "--stats").stderr
-    )
+    said = f"larger than in fp16, as every context below {first} tokens"
+    assert said in result(*options, "x" * 200, "--stats").stderr
     for tokens, expected in ((first - 1, first), (first, None)):
         assert result(*options, "x" * tokens, "--json")["smaller_than_fp16_from"] == expected
 

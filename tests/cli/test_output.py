@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def test_what_others_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFix
     assert "a [1mb  1mc d\te\n[/f]" in out
 
 
+def test_lines_end_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output, path = Output(), f"/{'x' * 30}"
+    for piece in ("The rent", " of the", " mill", " is due.\n", f"Here: {path}"):
+        output.write(piece)
+    assert capsys.readouterr().out == f"The rent of the mill\nis due.\nHere:\n{path}"
+
+
 def test_prose_is_broken_to_80_columns_in_a_pipe_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output()
     output.result({}, DataTable("", ("what", "detail"), [["a", "many words " * 40]], 2, prose=("detail",)))
@@ -83,9 +93,8 @@ def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture
             advance(1)
     with Output().progress("download", 4_000_000, "B") as advance:
         advance(4_000_000)
-    out, err = capsys.readouterr()
-    work, download = err.splitlines()
-    assert out == ""
+    out, (work, download) = (x.splitlines() for x in capsys.readouterr())
+    assert not out
     assert "work: 4/4 steps" in work
     assert re.fullmatch(r"download: 4\.0 MB of 4\.0 MB, .*B/s, eta 0:00.*", download)
 

@@ -81,9 +81,7 @@ def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
 
 
 def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
-    stay.
-    """
+    """Fault: `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files stay."""
     passes, seen = Mock(side_effect=backbone), []
     monkeypatch.setattr(collecting, "backbone", passes)
     notes = (copy / "samples" / "notes.txt", copy / "run" / "layer-notes.json")

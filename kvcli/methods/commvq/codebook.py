@@ -68,9 +68,8 @@ class Search(NamedTuple):
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Indices a and b, int64 [P, T] each, of the centre nearest to each vector of x [P, T, 2g], exactly.
 
-        2N dot products and N^2 additions per vector, with codebooks [P, N, 2g]:
-        |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block
-        of vectors at a time.
+        2N dot products and N^2 additions per vector, with codebooks [P, N, 2g], in blocks of vectors:
+        |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2.
         """
         size = self.table.shape[-1]
         along_a, along_b = (x @ self.directions).split(size, dim=-1)

@@ -22,9 +22,8 @@ def _norm_kernel(
 
     Grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
     x [batch, HEADS, time, D] any float, strides of all but the last axis; weights float32 [HEADS, D] of the channels;
-    stored float16 and norms float32
-    [batch, 1 or HEADS, time]; stored norms are multiplied by `per_unit`, and where one is 0, so is the other.
-    BLOCK_D = D as a power of two.
+    stored float16 and norms float32 [batch, 1 or HEADS, time]; stored norms are multiplied by `per_unit`, and where one
+    is 0, so is the other. BLOCK_D = D as a power of two.
     """
     i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)

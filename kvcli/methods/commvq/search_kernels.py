@@ -151,9 +151,8 @@ def _search_kernel(
     Grid (ceil(tokens / BLOCK_T), heads * groups).
     x [batch, heads, time, D] any float, strides of all but the last axis, tokens = batch * time; norms float32
     [batch, 1 or heads, time]; weights, units, pow2_scales, books, terms, tables and steps as in `SearchTables`;
-    codes int32 [tokens, problems * STAGES]. `root` is the norm of normalised keys.
-    JOINT: one norm for all heads; ROTARY rotated channels; G pairs per group; BLOCK_N and BLOCK_G are N and G padded;
-    BLOCK_C products with codewords at a time, BLOCK_B rows of the table at a time.
+    codes int32 [tokens, problems * STAGES]. `root` is the norm of normalised keys. JOINT: one norm for all heads;
+    ROTARY rotated channels; G pairs per group, BLOCK_G padded, BLOCK_N N; BLOCK_C products, BLOCK_B rows at a time.
 
     The (min, +) product runs over tiles [BLOCK_N, BLOCK_T / 2], words of two tokens last: Triton maps the last axis to
     the lanes of a warp, so each entry of the table is read by a whole warp.

@@ -48,8 +48,7 @@ def _weights_kernel(
     """weights = exp2(scores - max) * scale / unit in each split of `per_split` tokens, factor = unit / sum(exp2(..)).
 
     Also part_lse, and part_out in the 16 channels after the bits: the sum of the weights, then zeros. `unit` is a power
-    of two that keeps weights within float16.
-    Grid (num_splits, ceil(rows / BLOCK_M), batch); rows are those of all kv heads.
+    of two that keeps weights within float16. Grid (num_splits, ceil(rows / BLOCK_M), batch), rows of all kv heads.
     scores float32 [batch, rows, >= length]; scale float16 [batch, 1, time, 1]; lengths int32 [batch] if HAS_LENGTHS;
     weights like scores, float16 or float32, 0 from a sequence's end to the end of the split; factor and part_lse
     (units of log 2) float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS].
@@ -211,8 +210,7 @@ def _bits_kernel(
     weights float16 (float32 if FP32_DOT) [batch, rows, >= length], 0 from a sequence's end to a multiple of BLOCK_N;
     packed int16 [batch, 1, time, W]; lengths int32 [batch] if HAS_LENGTHS; factor float32 [batch, num_splits, rows];
     part_out float32 [batch, num_splits, rows, CHANNELS], CHANNELS = 16 * places + 16.
-    w_ and p_ are strides; pages as in `_weights_kernel`. BLOCK_N tokens at a time, which divides per_split; FP32_DOT:
-    float32 products.
+    w_ and p_ are strides; pages as in `_weights_kernel`. BLOCK_N tokens at a time, which divides per_split.
     """
     pdl_launch_dependents()
     BLOCKS: tl.constexpr = 16 // PLANES

@@ -163,12 +163,11 @@ def test_a_model_of_the_hub_is_read_at_the_engines_commit(model_folder: Path, mo
 
 
 def test_codes_of_another_rope_are_of_another_model() -> None:
-    spec, (record, bits), identities = make_spec(), parse_method("kivi-2"), set()
-    for theta in (1e4, 2e4):
-        model = make_model("llama", head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": theta})
-        rope = Rope(model.model.rotary_emb)
-        identities.add(Served(spec, rope, record, make_config(record.name, bits)).identity)
-    assert len(identities) == 2
+    spec, (record, bits) = make_spec(), parse_method("kivi-2")
+    parameters = ({"rope_type": "default", "rope_theta": theta} for theta in (1e4, 2e4))
+    ropes = (Rope(make_model("llama", head_dim=16, rope_parameters=x).model.rotary_emb) for x in parameters)
+    config = make_config(record.name, bits)
+    assert len({Served(spec, rope, record, config).identity for rope in ropes}) == 2
 
 
 def test_the_page_of_tiers_has_settings_that_are_accepted(repo_root: Path) -> None:

@@ -309,7 +309,6 @@ def test_a_job_that_fails_is_told_and_ends_no_engine(
 
 
 def test_chunks_of_a_load_that_fails_are_computed(engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though they are there."""
     engines().write(chunks)
     engine = engines()
     monkeypatch.setattr(type(engine.tier.groups[0]), "decode", None)
@@ -369,9 +368,8 @@ def test_jobs_that_were_not_begun_are_given_up_at_the_end(
     engine, begun = engines(), list[int]()
     monkeypatch.setattr(type(engine.tier.groups[0]), "encode", lambda *_: begun.append(1) or time.sleep(0.3) or [])
     for number in range(5):
-        request = context(3, True)
         keys = [make_offload_key(bytes([100 + number] * 32), 0)]
-        job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[0], req_context=request, is_promotion=False)
+        job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[0], req_context=context(3, True), is_promotion=False)
         engine.tier.submit_store(job)
     engine.tier.shutdown()
     assert len(begun) == 1
