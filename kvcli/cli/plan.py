@@ -19,7 +19,7 @@ from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK
 from kvcli.commands.options import AUTO_DEVICE, IMPL_HELP, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import newest_artifact
-from kvcli.commands.sizes import parse_size, share, size
+from kvcli.commands.sizes import parse_size, share, size, tokens
 from kvcli.commands.tables import DataTable
 from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.models.builtin_models import BUILTIN_MODELS
@@ -238,7 +238,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
             }
         )
     against: list[Mapping[str, Any]] = next((row["break_even"] for row in rows if row["break_even"]), [])
-    title = f"{record['batch']} x {record['prompt_tokens']} + {record['new_tokens']} tokens"
+    title = f"{record['batch']} x {tokens(record['prompt_tokens'])} + {record['new_tokens']} tokens"
     if record["memory_bytes"]:
         title += f"; longest, batch: what fits into {size(record['memory_bytes'])}"
     if "nodes" in record:
@@ -249,10 +249,10 @@ def _table(record: Mapping[str, Any]) -> DataTable:
 
 
 def _short_number(number: int | None) -> str:
-    """A number of tokens or sequences in few characters."""
+    """A number of tokens or sequences in few characters, rounded down; K is 1024, as options read it."""
     if number is None or number < 10_000:
         return "-" if number is None else str(number)
-    return f"{number / 1000:.0f}K" if number < 1_000_000 else f"{number / 1e6:.1f}M"
+    return f"{number >> 10}K" if number < 2**20 else f"{(10 * number >> 20) / 10}M"
 
 
 def recommend(options: CacheOptions, output: Output) -> None:
@@ -290,7 +290,7 @@ def recommend(options: CacheOptions, output: Output) -> None:
         output.say(f"of what fits, {best['method']} is known to lose least; {measure} would measure it on this model")
     record = {"model": options.model, "memory_bytes": memory, "weights_bytes": planned.weights_bytes}
     record |= {"measured": about, "recommended": best and best["method"], "methods": rows}
-    title = f"{options.batch} x {options.prompt_tokens} + {options.max_new_tokens} tokens in {size(memory)}"
+    title = f"{options.batch} x {tokens(options.prompt_tokens)} + {options.max_new_tokens} tokens in {size(memory)}"
     output.result(record, _fitting_table(title, rows, [table["model"] for table in tables]))
 
 
@@ -329,7 +329,7 @@ def _fitting_table(title: str, rows: list[dict[str, Any]], models: list[str]) ->
     return DataTable.of(title, cells, ("cache", "on"))
 
 
-EXAMPLE = "kvcli plan llama-3.1-8b --memory 24GiB --prompt-tokens 32768"
+EXAMPLE = "kvcli plan llama-3.1-8b --memory 24GiB --prompt-tokens 32K"
 PLAN = Command("plan", PlanOptions, run, EXAMPLE, ("model",))
 RECOMMEND = Command(
     "recommend", CacheOptions, recommend, "kvcli recommend llama-3.1-8b --memory 24GiB --prompt-tokens 64K", ("model",)

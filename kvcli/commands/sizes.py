@@ -29,6 +29,11 @@ def share(ratio: float | None, digits: int = 2) -> str:
     return f"1/{ratio:.{digits}f}" if ratio >= 1 else f"{1 / ratio:.{digits}f}"
 
 
+def tokens(count: int) -> str:
+    """A number of tokens, such as 8K."""
+    return f"{count}" if count % 1024 else f"{count // 1024}K"
+
+
 def parse_size(text: str | None) -> int | None:
     """Bytes: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3; UsageError: anything else.
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcli.bench.suite import median_of, row_name
+from kvcli.commands.sizes import tokens
 from kvcli.commands.suite import Records
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE
-from kvcli.report.tables import MALFORMED, Row, Section, answers, find_suite, tokens, unique_names, without_sinks
+from kvcli.report.tables import MALFORMED, Row, Section, answers, find_suite, unique_names, without_sinks
 
 NARROW, WIDE = 340, 760
 """Widths of charts in pixels."""

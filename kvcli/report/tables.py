@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcli.commands.sizes import number, share
+from kvcli.commands.sizes import number, share, tokens
 from kvcli.commands.suite import Records, SideBySide, Suite
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
@@ -219,11 +219,6 @@ def answers(rows: Records) -> DataTable | None:
     shown = f"the first {len(places[:_SHOWN_ANSWERS])} of " if len(places) > _SHOWN_ANSWERS else ""
     title = f"What was expected, and what was said, wrong from {WRONG} on: {shown}{len(places)} prompts"
     return DataTable(title, ["", "text"], cells, text_columns=2, prose=["text"])
-
-
-def tokens(count: int) -> str:
-    """A number of tokens, such as 8K."""
-    return f"{count}" if count % 1024 else f"{count // 1024}K"
 
 
 def find_suite(name: str) -> Suite:

@@ -64,9 +64,9 @@ def test_methods_are_named_with_their_bits() -> None:
 
 
 def test_the_table() -> None:
-    words = ("--method", "commvq-1", "--method", "rtn-4", "--memory", "1GiB")
-    done = result("plan", "tiny", "--device", "cpu", *SMALL, *GROUPS, *words)
-    texts = "pays from: tokens, against fp16 / ", "method", "cache", "peak", "longest", "batch"
+    words = ("--method", "commvq-1", "--method", "rtn-4", "--memory", "1GiB", "--prompt-tokens", "64K")
+    done = result("plan", "tiny", "--device", "cuda", *SMALL, *GROUPS, *words)
+    texts = "1 x 64K + 9 tokens", "pays from: tokens, against fp16 / ", "method", "cache", "peak", " 209K ", "batch"
     says(" ".join(done.stdout.split()), *texts)
     assert "calibrate 512 tokens: disk" in done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
