@@ -123,8 +123,9 @@ class FusedModules:
         The sum, and the norm of it that follows, in the next layer `after`, are one launch. Attention gets whatever the
         layer is called with.
         """
-        first, attention, second, mlp = (getattr(layer, name, None) for name in _PARTS)
-        norms = [self._kernels.get(norm) for norm in (first, second, after)]
+        parts: list[Any] = [getattr(layer, name, None) for name in _PARTS]
+        first, attention, second, mlp = parts
+        norms: list[Any] = [self._kernels.get(norm) for norm in (first, second, after)]
         norms = [norm if getattr(norm, "func", None) is _norm else None for norm in norms]
         if None in norms[:2] or not all(isinstance(x, nn.Module) and _is_plain(x) for x in (layer, attention, mlp)):
             return
@@ -137,12 +138,12 @@ class FusedModules:
         try:
             expected = trial(x, **given)
             defaults = {name: seen[0][name] for name in seen[0].keys() - given}
-            ours = _layer(trial, *norms[1:], [None], x, **defaults, **given)
+            ours = _layer(trial, norms[1], norms[2], [None], x, **defaults, **given)
         except Exception:  # it takes other inputs
             return
         same = isinstance(expected, Tensor) and expected.shape == x.shape and seen[0] == seen[1] == {**seen[0], **given}
         if same and isinstance(ours, Tensor) and _error(ours, expected) <= _TOLERANCE[x.dtype]:
-            self._layers[layer] = partial(_layer, layer, *norms[1:], self._normed, **defaults)
+            self._layers[layer] = partial(_layer, layer, norms[1], norms[2], self._normed, **defaults)
 
 
 class _Half(nn.Module):
@@ -257,7 +258,7 @@ def _mlp(module: Any, x: Tensor, activation: str) -> Tensor | None:
 def _norm(module: Any, normed: list[Any], x: Tensor, offset: float, late: bool) -> Tensor | None:
     found, normed[0] = normed[0], None
     if found is not None and found[0] is x and found[1] is module:
-        return found[2]  # type: ignore[no-any-return]
+        return found[2]
     return rms_norm(x, module.weight, _eps(module), offset=offset, late=late) if _takes(module, x) else None
 
 

@@ -1,7 +1,8 @@
 """Programmatic dependent launch (PDL, compute capability 9.0+): a kernel's prologue overlaps its predecessor's tail.
 
 The first kernel of a chain is launched normally, the others with `pdl_launch_options()`; or the first one, too, if it
-begins with `pdl_begin`, after which all that was launched before it is complete. Every other kernel but the last calls
+begins with `pdl_begin`, after which all that was launched before it is complete (not in an engine's pages, whose passes
+are on several streams). Every other kernel but the last calls
 `pdl_launch_dependents` at its start, and `pdl_wait` before it writes anything, and before it reads anything that was
 written after the first kernel's launch; as each of them waits, all earlier kernels are complete then. A kernel without
 PDL may run between two of a chain: it waits for all before it and is waited for. On older GPUs, and with a Triton
@@ -43,6 +44,6 @@ def pdl_begin():
     pdl_launch_dependents()
 
 
-def pdl_launch_options() -> dict[str, Any]:
-    """Launch options of every kernel of a chain but the first."""
-    return {"launch_pdl": True} if PDL_SUPPORTED.value else {}
+def pdl_launch_options(early: bool = True) -> dict[str, Any]:
+    """Launch options of every kernel of a chain but the first, and of that if it begins `early`, with `pdl_begin`."""
+    return {"launch_pdl": True} if early and PDL_SUPPORTED.value else {}

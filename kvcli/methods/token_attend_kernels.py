@@ -286,7 +286,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         V_GROUPS=values.scale.shape[-1], D=head_dim, PAGE=encoded.page_size, SKIP=encoded.skip,
         SPLIT=tile["BLOCK_N"] if encoded.pages is not None else 0, K_BLOCK=keys.block, V_BLOCK=values.block,
         BLOCK_M=_BLOCK_M, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, ADD=scores is not None, **tile,
-        **pdl_launch_options(),
+        **pdl_launch_options(encoded.pages is None),
     )  # fmt: skip
     out, lse = split_out, split_lse
     if num_splits > 1:

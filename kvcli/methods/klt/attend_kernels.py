@@ -360,7 +360,8 @@ def key_scores(
     kv_heads = spec.num_kv_heads
     rows = heads // kv_heads * query_len
     by_head = query.reshape(batch, kv_heads, rows, head_dim)
-    tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E, encoded.lengths)
+    early = encoded.pages is None
+    tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E, encoded.lengths, early)
     block_m = 16 if fp32_dot else 8
     blocks = cdiv(rows, block_m)
     scores = SplitScores(
@@ -389,8 +390,12 @@ def tile_queries(
     rotations: TokenRotations,
     scaling: float,
     lengths: Tensor | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `numbers` of `_tile_queries_kernel` of query rows [batch, num_kv_heads, rows, head_dim], after RoPE."""
+    """`out` and `numbers` of `_tile_queries_kernel` of query rows [batch, num_kv_heads, rows, head_dim], after RoPE.
+
+    `early`: of `pdl_launch_options`.
+    """
     batch, kv_heads, rows, head_dim = query.shape
     fp32_dot = query.dtype == torch.float32
     tables = key.query_tables(offset, rotations, torch.float32 if fp32_dot else torch.float16)
@@ -407,6 +412,6 @@ def tile_queries(
         positions.stride(0) if positions.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
         D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1], TILE=ROPE_TILE,
         BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k, BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1, **pdl_launch_options(),
+        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1, **pdl_launch_options(early),
     )  # fmt: skip
     return out, numbers

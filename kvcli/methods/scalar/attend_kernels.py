@@ -235,13 +235,13 @@ def key_scores(
         _scores_kernel[grid](
             query, words, codes.scale, codes.zero, *written, *strides, *score_strides, *sizes,
             BLOCK_N=min(group, 32), PACK=pack, num_stages=_STAGES, maxnreg=None if fp32_dot else _MAX_REGISTERS,
-            **shapes, **pdl_launch_options(),
+            **shapes, **pdl_launch_options(encoded.pages is None),
         )  # fmt: skip
         return scores
     tiles, offsets = encoded.rotations.tiles(group), encoded.rotations.offsets(group)
     rotated_scores_kernel[grid](
         query, words, codes.scale, codes.zero, tiles.cos, tiles.sin, offsets.cos, offsets.sin, *written, *strides,
         tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, *score_strides, *sizes,
-        num_stages=_ROTATED_STAGES, **shapes, **pdl_launch_options(),
+        num_stages=_ROTATED_STAGES, **shapes, **pdl_launch_options(encoded.pages is None),
     )  # fmt: skip
     return scores
