@@ -19,6 +19,7 @@ from kvcli.cache.blocks import is_plain
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.counts import Encoding
+from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.joined import joined, obstacle
 from kvcli.cache.ranges import Note, Ranges
 from kvcli.cache.record import start_of
@@ -50,7 +51,8 @@ class Session(Protocol):
     method: Method
     codecs: list[LayerCodec]
 
-    def check_context(self, context: Context) -> int: ...
+    def check_context(self, context: Context, expected: CacheIdentity | None = None) -> int: ...
+    def identity(self) -> CacheIdentity: ...
     def load_cache(self, source: Context) -> CompressedCache: ...
     def new_cache(self) -> CompressedCache: ...
     def flush(self, cache: CompressedCache) -> None: ...
@@ -96,7 +98,8 @@ def compose(
         return Composed(session.load_cache(contexts[0]), ids, 0)
     cache, first = session.new_cache(), contexts[0].snapshot.counts.lengths[0]
     try:
-        snapshots = [_flushed(session, context) for context in contexts]
+        identity = session.identity()
+        snapshots = [_flushed(session, context, identity) for context in contexts]
         together = joined(snapshots, starts, session.codecs, session.seam.rope)
     except (KeyError, RuntimeError, ValueError) as error:  # tensors that no session has made
         raise CacheError(f"the contexts contradict themselves: {error_text(error)}") from error
@@ -110,9 +113,9 @@ def compose(
     return Composed(cache, ids, count)
 
 
-def _flushed(session: Session, context: Context) -> Snapshot:
+def _flushed(session: Session, context: Context, identity: CacheIdentity) -> Snapshot:
     """All tokens of a context after the sinks as codes, on the model's device; UsageError: positions that leave out."""
-    session.check_context(context)
+    session.check_context(context, identity)
     snapshot, counts = context.snapshot, context.snapshot.counts
     if not is_plain(snapshot):
         raise UsageError(f"{context.name} is of documents side by side already, or begins elsewhere")

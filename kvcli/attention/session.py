@@ -152,13 +152,14 @@ class Session:
         cache.restore(context.snapshot, release or context is not source)
         return cache
 
-    def check_context(self, context: Context) -> int:
+    def check_context(self, context: Context, expected: CacheIdentity | None = None) -> int:
         """Checks that a context is one that this session could have made; returns the length by which it was rotated.
 
-        CacheError: it is of another model, RoPE, dtype, method, artifact or setting, or contradicts itself.
+        `expected`: this session's identity at that length, where many are checked. CacheError: the context is of
+        another model, RoPE, dtype, method, artifact or setting, or contradicts itself.
         """
         length, switch = max(context.snapshot.counts.lengths), self.rope.switch
-        reason = self.identity(length).difference(context.identity)
+        reason = (expected or self.identity(length)).difference(context.identity)
         if reason is not None and switch is not None and length <= switch:  # it may be the beginning of a longer text
             length = switch + 1
             reason = self.identity(length).difference(context.identity)
