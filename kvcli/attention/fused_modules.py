@@ -6,13 +6,14 @@ kernel stands in for one whose result it gives, up to rounding, for random input
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from inspect import Parameter, signature
 from itertools import product
 from threading import RLock, get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from kvcli.seam.versions import CACHE_ARGUMENT
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("q_proj", "k_proj", "v_proj")  # in the order in which attention calls them
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_PASSED = ("attention_mask", "position_ids", "position_embeddings", "cache_position", "use_cache", CACHE_ARGUMENT)
 _ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference that is rounding, relative to a module's largest output."""
@@ -42,32 +44,36 @@ class FusedModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._kernels: dict[nn.Module, partial[Any]] = {}
-        self._layers: dict[nn.Module, partial[Any]] = {}
+        self._sums: dict[nn.Module, _Sums] = {}
         self._kept: list[Any] = [None]
-        self._normed: list[Any] = [None]
+        self._normed: Any = None
         layers = decoder_layers(model)
         weights: list[Tensor] = [*layers.parameters()] or [torch.empty(0)]
         self._weight = weights[0]  # Triton launches on the current GPU, whatever its arguments are on
         with _ONE_AT_A_TIME, torch.cuda.device_of(self._weight), torch.no_grad():
             for module in layers.modules() if len({x.device for x in weights}) == 1 else ():
                 self._take(module)
-            for layer, after in zip(layers, [*layers[1:], None], strict=True):
-                self._take_sums(layer, getattr(after, _PARTS[0], None))
+            for layer, following in zip(layers, [*layers[1:], None], strict=True):
+                self._take_sums(layer, following)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Runs the kernels in this thread, inside the block, and leaves the modules as they were."""
         with _ONE_AT_A_TIME:
             try:
-                for here, kernels in ((_here, self._kernels), (_layer_here, self._layers)):
-                    for module, kernel in kernels.items():
-                        if _is_plain(module):
-                            module.forward = partial(here, get_ident(), kernel, module.forward)
+                for module, kernel in self._kernels.items():
+                    if _is_plain(module):
+                        module.forward = partial(_here, get_ident(), kernel, module.forward)
+                for layer, sums in self._sums.items():
+                    if _is_plain(layer):
+                        layer.forward = partial(
+                            _layer_here, get_ident(), partial(self._run, layer, sums), layer.forward
+                        )
                 with torch.cuda.device_of(self._weight):
                     yield
             finally:
-                self._kept[0] = self._normed[0] = None
-                for module in (*self._kernels, *self._layers):
+                self._kept[0] = self._normed = None
+                for module in (*self._kernels, *self._sums):
                     if getattr(vars(module).get("forward"), "func", None) in (_here, _layer_here):
                         del module.forward
 
@@ -75,10 +81,10 @@ class FusedModules:
         """Launches all kernels that take so many rows, on zeros."""
         for module, kernel in self._kernels.items():
             weight = next(module.parameters())
-            zeros = weight.new_zeros(rows, 1, weight.shape[-1])
-            kernel(zeros)
-            if kernel.func is _norm and self._layers:
-                _sum_and_norm(zeros, zeros, kernel)
+            kernel(weight.new_zeros(rows, 1, weight.shape[-1]))
+        for norm in {norm for sums in self._sums.values() for norm in (sums.first, sums.second)}:
+            zeros = norm.args[0].weight.new_zeros(rows, 1, len(norm.args[0].weight))
+            _sum_and_norm(zeros, zeros, norm)
 
     def _take(self, module: Any) -> None:
         children, weights = dict(module.named_children()), [*module.parameters()]
@@ -89,7 +95,7 @@ class FusedModules:
         elif type(module).__name__.endswith("RMSNorm") and [*module.state_dict()] == ["weight"] and _eps(module):
             if weights[0].dim() == 1:
                 settings = [{"offset": offset, "late": late} for offset, late in product((0.0, 1.0), (True, False))]
-                self._try(module, partial(_norm, module, self._normed), settings, (1.0, 1e2, 1e-3))
+                self._try(module, partial(_norm, module), settings, (1.0, 1e2, 1e-3))
         elif all(_is_linear(children.get(name)) for name in _GATED):
             own, biases = getattr(module, "act_fn", None), [children[name].bias for name in _GATED]
             plain = own is not None and (not isinstance(own, nn.Module) or _is_plain(own))
@@ -117,45 +123,90 @@ class FusedModules:
         if errors and min(errors)[0] <= _TOLERANCE[x.dtype]:
             self._kernels[module] = partial(kernel, **settings[min(errors)[1]])
 
-    def _take_sums(self, layer: Any, after: Any) -> None:
-        """Takes a layer that adds to its input attention to one norm of it, and to this an MLP of another norm of it.
+    def _take_sums(self, layer: Any, following: Any) -> None:
+        """Takes a layer that adds attention to a norm of its input to that, and an MLP of a norm of the sum to the sum.
 
-        The sum, and the norm of it that follows, in the next layer `after`, are one launch. Attention gets whatever the
-        layer is called with.
+        Its attention and its MLP are stood in for: what they are given and what is made of theirs is compared.
         """
         parts: list[Any] = [getattr(layer, name, None) for name in _PARTS]
         first, attention, second, mlp = parts
-        norms: list[Any] = [self._kernels.get(norm) for norm in (first, second, after)]
-        norms = [norm if getattr(norm, "func", None) is _norm else None for norm in norms]
-        if None in norms[:2] or not all(isinstance(x, nn.Module) and _is_plain(x) for x in (layer, attention, mlp)):
+        norms: list[Any] = [self._kernels.get(norm) for norm in (first, second)]
+        if any(getattr(norm, "func", None) is not _norm for norm in norms):
             return
-        given = {name: object() for name in ("attention_mask", "position_ids", "position_embeddings", CACHE_ARGUMENT)}
-        seen: list[Any] = []
-        x = torch.randn(1, 2, len(first.weight), generator=torch.Generator().manual_seed(0))
-        x = (x * torch.tensor([[1.0], [1e2]])).to(first.weight)
+        if layer.training or not all(isinstance(x, nn.Module) and _is_plain(x) for x in (layer, attention, mlp)):
+            return
+        attend, feed = _StandIn(lambda x: (x.flip(-1) / 2, None)), _StandIn(lambda x: x.roll(1, -1) / 3)
         trial = copy(layer)  # other threads may run the layer meanwhile
-        trial._modules = {**layer._modules, _PARTS[1]: _Half(seen)}
+        trial._modules = {**layer._modules, _PARTS[1]: attend, _PARTS[3]: feed}
+        taken = signature(layer.forward).parameters
+        passes_all = any(x.kind is Parameter.VAR_KEYWORD for x in taken.values())
+        given = {name: object() for name in _PASSED if name in taken or passes_all}
+        x = torch.randn(1, 2, len(first.weight), generator=torch.Generator().manual_seed(0)).to(first.weight)
         try:
-            expected = trial(x, **given)
-            defaults = {name: seen[0][name] for name in seen[0].keys() - given}
-            ours = _layer(trial, norms[1], norms[2], [None], x, **defaults, **given)
-        except Exception:  # it takes other inputs
+            whole, named = trial(x, **given), {**attend.named}
+            own = named.pop("hidden_states")
+            attended = x + attend.made[0]
+            made = mlp(x)
+            pairs = [(own, first(x)), (feed.x, second(attended)), (whole, attended + feed.made)]
+        except Exception:  # it takes other inputs, or calls its parts otherwise
             return
-        same = isinstance(expected, Tensor) and expected.shape == x.shape and seen[0] == seen[1] == {**seen[0], **given}
-        if same and isinstance(ours, Tensor) and _error(ours, expected) <= _TOLERANCE[x.dtype]:
-            self._layers[layer] = partial(_layer, layer, norms[1], norms[2], self._normed, **defaults)
+        rest = {name: value for name, value in named.items() if name not in given}
+        same = all(named.get(name) is value for name, value in given.items()) and not feed.named
+        same = same and all(value is None or isinstance(value, (bool, int, float, str)) for value in rest.values())
+        for ours, theirs in [*pairs, (made, x)]:
+            same = same and isinstance(ours, Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        if same and max(_error(*pair) for pair in pairs) <= _TOLERANCE[x.dtype]:
+            self._sums[layer] = _Sums(norms[0], norms[1], following, rest, frozenset(named))
+
+    def _run(self, layer: Any, sums: _Sums, x: Tensor, **kwargs: Any) -> Tensor | None:
+        """What a layer makes of its input; None where it, or what it is called with, is not as it was tried."""
+        first, attention, second, mlp = (getattr(layer, name) for name in _PARTS)
+        found, self._normed = self._normed, None
+        as_tried = first is sums.first.args[0] and second is sums.second.args[0] and kwargs.keys() <= sums.named
+        runs = as_tried and _runs(first, _here) and _runs(second, _here) and not layer.training
+        others = (child for child in layer.children() if child not in (attention, mlp))
+        if not runs or any(map(_has_hooks, others)) or not _takes(first, x):
+            return None
+        is_next = found is not None and found[0] is x and found[1:3] == (x._version, first)
+        inner = found[3] if is_next else first(x)
+        x, inner = _sum_and_norm(x, attention(hidden_states=inner, **{**sums.rest, **kwargs})[0], sums.second)
+        added, following = mlp(inner), self._sums.get(sums.following)
+        if following is None or not _runs(sums.following, _layer_here) or not _takes(following.first.args[0], x):
+            return x + added
+        x, inner = _sum_and_norm(x, added, following.first)
+        self._normed = x, x._version, following.first.args[0], inner
+        return x
 
 
-class _Half(nn.Module):
-    """In the place of attention: half of what comes in; notes what else it was called with."""
+class _Sums(NamedTuple):
+    """How a layer computes: kernels of its norms, the layer that follows, what attention is given.
 
-    def __init__(self, seen: list[Any]) -> None:
+    Attributes:
+        rest: what attention gets of the layer's own defaults, by name; `named`: all that it gets.
+    """
+
+    first: partial[Any]
+    second: partial[Any]
+    following: Any
+    rest: dict[str, Any]
+    named: frozenset[str]
+
+
+class _StandIn(nn.Module):
+    """In the place of a part of a layer: computes something simple, and notes what it was called with."""
+
+    x: Tensor
+    named: dict[str, Any]
+    made: Any
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self._seen = seen
+        self._compute = compute
 
-    def forward(self, hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
-        self._seen.append(named)
-        return hidden_states / 2, None
+    def forward(self, *args: Tensor, **named: Any) -> Any:
+        (self.x,) = args or (named["hidden_states"],)
+        self.named, self.made = named, self._compute(self.x)
+        return self.made
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
@@ -174,6 +225,11 @@ def _is_stored(weight: Tensor) -> bool:
 def _is_plain(module: Any) -> bool:
     """Whether a module's `forward` is its class's, and nothing else is called with it."""
     return "forward" not in vars(module) and module._compiled_call_impl is None and not _has_hooks(module)
+
+
+def _runs(module: Any, here: Any) -> bool:
+    """Whether a module's kernel runs in this block, and nothing else is called with it."""
+    return getattr(vars(module).get("forward"), "func", None) is here and not _has_hooks(module)
 
 
 def _has_hooks(module: Any) -> bool:
@@ -212,22 +268,6 @@ def _layer_here(thread: int, kernel: Any, own: Any, *args: Any, **kwargs: Any) -
     return own(*args, **kwargs) if made is None else made
 
 
-def _layer(
-    layer: Any, second: partial[Any], after: partial[Any] | None, normed: list[Any], x: Tensor, **kwargs: Any
-) -> Any:
-    """What a layer makes of its input; `normed` keeps the norm of it with which the next one begins."""
-    first, attention, norm, mlp = (getattr(layer, name) for name in _PARTS)  # others, perhaps, since they were tried
-    if norm is not second.args[0] or _has_hooks(norm) or not _takes(first, x):
-        return None
-    x, inner = _sum_and_norm(x, attention(hidden_states=first(x), **kwargs)[0], second)
-    added = mlp(inner)
-    if after is None or not _takes(after.args[0], x):
-        return x + added
-    x, inner = _sum_and_norm(x, added, after)
-    normed[0] = x, after.args[0], inner
-    return x
-
-
 def _sum_and_norm(x: Tensor, added: Tensor, norm: partial[Any]) -> tuple[Tensor, Tensor]:
     module = norm.args[0]
     return add_rms_norm(x, added.contiguous(), module.weight, _eps(module), **norm.keywords)
@@ -249,16 +289,13 @@ def _one_of(index: int, merged: list[Any], kept: list[Any], x: Tensor) -> Tensor
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Tensor | None:
     parts = [getattr(module, name) for name in _GATED]  # which may be others since they were tried
-    if not _fits(x, parts[0].weight) or any(type(y) is not nn.Linear or _has_hooks(y) for y in parts):
+    if any(type(y) is not nn.Linear or _has_hooks(y) for y in parts) or not _fits(x, parts[0].weight):
         return None
     inner = gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear(inner, [module.down_proj.weight], [None])[0]
 
 
-def _norm(module: Any, normed: list[Any], x: Tensor, offset: float, late: bool) -> Tensor | None:
-    found, normed[0] = normed[0], None
-    if found is not None and found[0] is x and found[1] is module:
-        return found[2]
+def _norm(module: Any, x: Tensor, offset: float, late: bool) -> Tensor | None:
     return rms_norm(x, module.weight, _eps(module), offset=offset, late=late) if _takes(module, x) else None
 
 

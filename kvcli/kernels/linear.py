@@ -188,7 +188,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, late
 def add_rms_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, late: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x + added, and `rms_norm` of it, in one launch; both are contiguous, of one shape and dtype."""
+    """x + added, which counts its changes (`_version`), and `rms_norm` of it, in one launch.
+
+    Both are contiguous, of one shape and dtype.
+    """
     return _rms_norm(x, added, weight, eps, offset, late)
 
 
@@ -196,7 +199,8 @@ def _rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float, late: bool
 ) -> tuple[Tensor, Tensor]:
     output, n = torch.empty_like(x), x.shape[-1]
-    total = x if added is None else torch.empty_like(x)
+    with torch.inference_mode(False):
+        total = x if added is None else torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // n,)](
         x, x if added is None else added, weight, total, output, n, eps,
         BLOCK=power_of_two(n), OFFSET=offset, LATE=late, ADD=added is not None,

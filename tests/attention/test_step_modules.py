@@ -95,16 +95,19 @@ KINDS = {  # family: what kernels stand in for
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", KINDS)
 @torch.no_grad()
-def test_a_model_computes_the_same_and_is_as_before(family: str) -> None:
+def test_a_model_computes_the_same_and_is_as_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = shaken(family)
     fused, tokens = FusedModules(model), padded(5, 5, device=DEVICE)["input_ids"]
     assert {type(module).__name__ for module in fused._kernels} == KINDS[family]
-    assert len(fused._layers) == (4 if family in ("llama", "qwen2", "qwen3", "phi3") else 0)
+    assert len(fused._sums) == (4 if family in ("llama", "qwen2", "qwen3", "phi3") else 0)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
+    sums: list[Any] = []
+    monkeypatch.setattr(fused_modules, "add_rms_norm", lambda *x, **kw: sums.append(x) or add_rms_norm(*x, **kw))
     for ids in (tokens[:1, :1], tokens[:, :3], tokens.repeat(8, 1)):  # the last are too many rows
         expected = model(ids).logits
         with fused.active():
             near(model(ids).logits, expected)
+    assert len(sums) == 3 * max(0, 2 * len(fused._sums) - 1)  # no norm of these layers follows the last sum
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
 
 
@@ -274,37 +277,63 @@ def test_what_was_changed_since_then_counts() -> None:
     first, second, third, last = model.model.layers
     first.mlp.up_proj = nn.Sequential(first.mlp.up_proj, nn.Linear(96, 96, device=DEVICE))
     second.mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
-    third.post_attention_layernorm.register_forward_hook(lambda module, args, output: 3 * output)
-    last.input_layernorm.register_forward_hook(lambda module, args, output: 5 * output)
-    own = third.self_attn.o_proj.forward
+    second.post_attention_layernorm.register_forward_hook(lambda module, args, output: 3 * output)
+    third.input_layernorm.register_forward_hook(lambda module, args, output: 5 * output)
+    own, norm = third.self_attn.o_proj.forward, last.post_attention_layernorm.forward
     third.self_attn.o_proj.forward = lambda x: 3 * own(x)
+    last.post_attention_layernorm.forward = lambda x: 3 * norm(x)
+    last.input_layernorm = nn.Identity()
     expected = model(ids).logits
     with fused.active():
         near(model(ids).logits, expected)
     assert "forward" in vars(third.self_attn.o_proj)
 
 
+def plain(layer: Any, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """A layer's input with attention added, and what its MLP makes of it."""
+    x = x + layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+    return x, layer.mlp(layer.post_attention_layernorm(x))
+
+
+def beside(layer: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    attended = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+    return x + attended + layer.mlp(layer.post_attention_layernorm(x))
+
+
+OTHERWISE = {
+    "a factor of the MLP": lambda layer, x, **kw: torch.add(*plain(layer, x, **kw), alpha=0.99),
+    "two outputs": lambda layer, x, **kw: (sum(plain(layer, x, **kw)), None),
+    "another mask": lambda layer, x, attention_mask=None, **kw: sum(plain(layer, x, attention_mask=0, **kw)),
+    "something of the input": lambda layer, x, **kw: sum(plain(layer, x, gain=x.mean(), **kw)),
+    "64 bits": lambda layer, x, **kw: sum(plain(layer, x, **kw)).double(),
+    "attention beside the MLP": beside,
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda out, residual, kwargs: residual + 0.5 * (out - residual),
-        lambda out, residual, kwargs: (out, None),
-        lambda out, residual, kwargs: kwargs.update(position_ids=None),
-    ],
-)
-def test_layers_that_add_otherwise_run_as_they_are(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A factor of what is added, two outputs, attention that is called with something else."""
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_layers_that_add_otherwise_run_as_they_are(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = shaken("llama")
     kind = type(model.model.layers[0])
-    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, **kwargs: sum(plain(self, x, **kwargs)))
+    assert len(FusedModules(model)._sums) == 4
+    monkeypatch.setattr(kind, "forward", OTHERWISE[how])
+    assert not FusedModules(model)._sums
 
-    def forward(self: Any, x: Tensor, **kwargs: Any) -> Any:
-        changed = change(x, x, kwargs)
-        return own(self, x, **kwargs) if changed is None else change(own(self, x, **kwargs), x, kwargs)
 
-    monkeypatch.setattr(kind, "forward", forward)
-    assert not FusedModules(model)._layers
+@torch.inference_mode()
+def test_what_is_changed_between_layers_is_normed_again() -> None:
+    model: Any = shaken("llama")
+    x, found = random(1, 2, 64, dtype=torch.float32), list[Tensor]()
+    for modules in (nullcontext, FusedModules(model).active):
+        with modules():
+            y = x
+            for layer in model.model.layers:
+                y = layer(y, position_embeddings=model.model.rotary_emb(x, torch.arange(2, device=DEVICE)[None])).mul_(
+                    3
+                )
+        found.append(y)
+    near(*found)
 
 
 @torch.no_grad()
