@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
-from typing import IO, Any
+from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
@@ -40,7 +38,7 @@ class Output:
     """
 
     def __init__(self, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
-        self.as_json, self.quiet, self.verbose, self._column = as_json, quiet, verbose, 0
+        self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
         self.ranks = ALONE
         self.console = Console(stderr=True, highlight=False)
         self.record: Mapping[str, Any] | None = None
@@ -63,7 +61,7 @@ class Output:
         """Writes to stderr directly: rich's console may hold its lock when Ctrl-C arrives."""
         if sys.stderr is not None:
             rank = f"rank {self.ranks.rank}: " if self.ranks.rank else ""
-            sys.stderr.write(self._folded(f"{rank}error: {line.translate(_BLANKS)}\n", sys.stderr))
+            sys.stderr.write(f"{rank}error: {line.translate(_BLANKS)}\n")
             sys.stderr.flush()
 
     def detail(self, line: str) -> None:
@@ -78,22 +76,12 @@ class Output:
             self._line(f"settings: {shown}", "dim")
 
     def _line(self, line: str, style: str = "") -> None:
-        folded = self._folded(f"{line.translate(_BLANKS)}\n", self.console.file)
-        self.console.print(folded, style=style, markup=False, soft_wrap=True, end="")
+        self.console.print(line.translate(_BLANKS), style=style, markup=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """A piece of streamed data; OutputError: standard output cannot be written."""
         if not self.as_json and not self.ranks.rank:
-            write_stdout(self._folded(text.translate(_BLANKS), sys.stdout))
-
-    def _folded(self, text: str, file: IO[str] | None) -> str:
-        """The text, its lines ending between words if the file is a terminal; longer words are left to that."""
-        words, width = re.split("([ \n])", text), shutil.get_terminal_size().columns
-        for i, word in enumerate(words if file and file.isatty() else ()):
-            if word == " " and self._column + 1 + len(words[i + 1]) > width:
-                words[i] = "\n"
-            self._column = 0 if words[i] == "\n" else self._column + len(word)
-        return "".join(words)
+            write_stdout(text.translate(_BLANKS))
 
     def result(
         self,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +54,6 @@ def test_what_others_wrote_does_not_steer_the_terminal(capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*out, *err}
     assert "a [1mb  1mc d\te\n[/f]" in out
-
-
-def test_lines_end_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    output, path = Output(), f"/{'x' * 30}"
-    for piece in ("The rent", " of the", " mill", " is due.\n", f"Here: {path}"):
-        output.write(piece)
-    assert capsys.readouterr().out == f"The rent of the mill\nis due.\nHere:\n{path}"
 
 
 def test_prose_is_broken_to_80_columns_in_a_pipe_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
