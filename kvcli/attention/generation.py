@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -39,6 +40,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         """Raises UsageError for numbers by which nothing can be chosen."""
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+            if not isinstance(getattr(self, name), Real):
+                raise UsageError(f"{name} is a number, not {getattr(self, name)!r}")
         for name, fits, what in (
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0, and at most 1"),
@@ -239,6 +243,7 @@ def prefill(
 
 def stop_tokens(model: Any, stops: Any, padding: int | None) -> tuple[list[int], int]:
     """Tokens that end a row and the token after its end: these, or those of the model's configs."""
-    ends = end_tokens(model) if stops is None else torch.as_tensor(stops).flatten().tolist()
+    several = isinstance(stops, Iterable) and not isinstance(stops, Tensor)
+    ends = end_tokens(model) if stops is None else torch.as_tensor([*stops] if several else stops).flatten().tolist()
     padding = getattr(model.generation_config, "pad_token_id", None) if padding is None else padding
     return ends, padding if padding is not None else next(iter(ends), 0)

@@ -31,7 +31,7 @@ def text_of(record: Any, column: str) -> str:
     """The text of a row; ValueError: it is no mapping, or has no text or something else in this column."""
     if not isinstance(record, dict):
         raise ValueError(str(record) if isinstance(record, ValueError) else "it is no record, a JSON object")
-    if None in record:  # as csv tells it
+    if any(record.get(None) or ()):  # as csv tells it
         raise ValueError("it has more fields than the file has columns; quote a text with commas")
     if column not in record:
         raise ValueError(f"it has no column '{column}'; its columns are {', '.join(map(str, record))}")
@@ -59,9 +59,23 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
                 # bytes that are no UTF-8 become surrogates, so that only their row is refused
                 text = io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline)
                 csv.field_size_limit(sys.maxsize)
-                yield from enumerate(csv.DictReader(text, strict=True) if kind == "csv" else [{column: text.read()}], 1)
+                yield from enumerate(_csv(text) if kind == "csv" else [{column: text.read()}], 1)
     except Exception as error:  # of several libraries
         raise CorpusError(f"cannot read the corpus '{path}': {error_text(error)}") from error
+
+
+def _csv(text: io.TextIOWrapper) -> Iterator[Any]:
+    """Rows; one whose quotes are wrong as an error. csv.Error: a quote is open at the end, and rows were lost in it."""
+    rows = csv.DictReader(text, strict=True)
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "end of data" in str(error):
+                raise
+            yield ValueError(f"its quotes are wrong: {error}")
 
 
 def _json(stream: BinaryIO) -> Iterator[tuple[int, Any]]:

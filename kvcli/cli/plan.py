@@ -250,9 +250,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
 
 def _short_number(number: int | None) -> str:
     """A number of tokens or sequences in few characters, rounded down; K is 1024, as options read it."""
-    if number is None or number < 10_000:
-        return "-" if number is None else str(number)
-    return f"{number >> 10}K" if number < 2**20 else f"{(10 * number >> 20) / 10}M"
+    return "-" if number is None else f"{number >> 10}K" if number >= 10 << 10 else str(number)
 
 
 def recommend(options: CacheOptions, output: Output) -> None:

@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.rope import NoRope
-from kvcli.seam.decoder import decoder_layers, find_decoder, text_model
+from kvcli.seam.decoder import decoder_layers, find_decoder, position_table, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
 from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
 from kvcli.seam.trial import LayerProbe
@@ -159,7 +159,8 @@ class _Probe:
                     raise NotUnderstood("it cannot be planned: it reads weights before any layer attends") from error
             self._modules()
         tables = [x for name, x in self.model.named_modules() if name.endswith("position_embeddings")]
-        if any(getattr(x, "padding_idx", None) is not None for x in tables):  # RoBERTa's, which count on from it
+        counted = any(getattr(x, "padding_idx", None) is not None for x in tables)  # RoBERTa's, which count on from it
+        if counted and position_table(self.model) is not None:
             raise NotUnderstood(_NOT_FROM_0)
 
     def _modules(self) -> list[nn.Module]:

@@ -327,8 +327,9 @@ def test_what_cannot_be_generated_is_refused() -> None:
             make(session, made.sequences[:, :-1], None, 3, None, cache=made.cache)
         again = make(session, made.sequences, None, 3, None, cache=made.cache)
         assert torch.equal(again.sequences, make(session, ids, None, 6, None).sequences)
-        mask, stop = right.flip(1), torch.tensor(96)  # a mask of any dtype, and a stop as a tensor
-        made = [make(session, ids, mask.to(x), 6, None, eos_token_id=stop) for x in (torch.int64, torch.float32)]
+        mask, stops = right.flip(1), ({96}, torch.tensor(96))  # a mask of any dtype, and stops as a set or a tensor
+        both = zip((torch.int64, torch.float32), stops, strict=True)
+        made = [make(session, ids, mask.to(x), 6, None, eos_token_id=stop) for x, stop in both]
         assert torch.equal(*(x.sequences for x in made))
 
 
@@ -392,6 +393,7 @@ def test_generate_takes_the_keywords_of_transformers(case: str) -> None:
         ({"sampling": SamplingConfig(), "top_k": 3}, "top_k is part of sampling"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample=True needs a temperature above 0"),
         *(({name: x}, f"{name} is .*, not {x}") for name, x in (("temperature", -1.0), ("top_p", 0.0), ("top_k", -1))),
+        ({"temperature": "1"}, "temperature is a number, not '1'"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty is more than 0, not nan"),
     ],
 )

@@ -132,7 +132,8 @@ GOOD, ROW = json.dumps({"text": "good"}), "row 2: it "
         ("a.json", f'[{GOOD}, "x"]', f"{ROW}is no record"),
         ("a.csv", "id,text\n1,good\n2\n", f"{ROW}has no text in column 'text'"),
         ("a.csv", b"id,text\n1,good\n2,caf\xe9\n", f"{ROW}has no UTF-8 text in column 'text'"),
-        ("a.csv", "id,text\n1,good\n2,bad, worse\n", f"{ROW}has more fields than"),
+        ("a.csv", "id,text\n1,good,\n2,bad, worse\n", f"{ROW}has more fields than"),
+        ("a.csv", 'id,text\n1,good\n2,"bad"r\n', "row 2: its quotes are wrong"),
         ("a.parquet", ["good", None], f"{ROW}has no text in column 'text'"),
     ],
 )
