@@ -3,7 +3,7 @@
 Append: RoPE of queries, RoPE of keys into their slots of the window, a copy of values. Flush: inverse RoPE of keys that
 are encoded, for codecs that work before RoPE. Attention: one program takes the queries of one kv head (all its query
 heads times a block of query positions, so that a key is read once for all of them) and walks over the tokens with an
-online softmax. Its epilogue merges (out, lse) of the codes; it is the last kernel of their PDL chain.
+online softmax. Its epilogue merges (out, lse) of the codes; the products after it begin while it ends.
 """
 
 from __future__ import annotations
