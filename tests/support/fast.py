@@ -26,7 +26,6 @@ FAST = (
     "foundation/test_rope_and_spec.py",
     "methods/test_contract.py",
     "methods/test_kivi.py",
-    "methods/test_qjl.py",
     "models/test_models.py",
     "plan/test_bits.py",
     "seam/test_logits.py",
