@@ -66,9 +66,8 @@ class FusedModules:
                         module.forward = partial(_here, get_ident(), kernel, module.forward)
                 for layer, sums in self._sums.items():
                     if _is_plain(layer):
-                        layer.forward = partial(
-                            _layer_here, get_ident(), partial(self._run, layer, sums), layer.forward
-                        )
+                        run = partial(self._run, layer, sums)
+                        layer.forward = partial(_layer_here, get_ident(), run, layer.forward)
                 with torch.cuda.device_of(self._weight):
                     yield
             finally:
@@ -124,9 +123,9 @@ class FusedModules:
             self._kernels[module] = partial(kernel, **settings[min(errors)[1]])
 
     def _take_sums(self, layer: Any, following: Any) -> None:
-        """Takes a layer that adds attention to a norm of its input to that, and an MLP of a norm of the sum to the sum.
+        """Takes a layer of y = x + attention(norm(x)) and y + mlp(norm(y)), x [batch, time, hidden_size].
 
-        Its attention and its MLP are stood in for: what they are given and what is made of theirs is compared.
+        Stand-ins for its attention and its MLP note what they are given, which is compared, and so is what it returns.
         """
         parts: list[Any] = [getattr(layer, name, None) for name in _PARTS]
         first, attention, second, mlp = parts
@@ -150,7 +149,8 @@ class FusedModules:
             pairs = [(own, first(x)), (feed.x, second(attended)), (whole, attended + feed.made)]
         except Exception:  # it takes other inputs, or calls its parts otherwise
             return
-        rest = {name: value for name, value in named.items() if name not in given}
+        omitted = {name: x.default for name, x in taken.items() if name in given and x.default is not Parameter.empty}
+        rest = omitted | {name: value for name, value in named.items() if name not in given}
         same = all(named.get(name) is value for name, value in given.items()) and not feed.named
         same = same and all(value is None or isinstance(value, (bool, int, float, str)) for value in rest.values())
         for ours, theirs in [*pairs, (made, x)]:
@@ -162,7 +162,7 @@ class FusedModules:
         """What a layer makes of its input; None where it, or what it is called with, is not as it was tried."""
         first, attention, second, mlp = (getattr(layer, name) for name in _PARTS)
         found, self._normed = self._normed, None
-        as_tried = first is sums.first.args[0] and second is sums.second.args[0] and kwargs.keys() <= sums.named
+        as_tried = second is sums.second.args[0] and kwargs.keys() <= sums.named
         runs = as_tried and _runs(first, _here) and _runs(second, _here) and not layer.training
         others = (child for child in layer.children() if child not in (attention, mlp))
         if not runs or any(map(_has_hooks, others)) or not _takes(first, x):
@@ -182,7 +182,8 @@ class _Sums(NamedTuple):
     """How a layer computes: kernels of its norms, the layer that follows, what attention is given.
 
     Attributes:
-        rest: what attention gets of the layer's own defaults, by name; `named`: all that it gets.
+        rest: what attention gets where the layer is not called with it, by name.
+        named: all that it can get.
     """
 
     first: partial[Any]

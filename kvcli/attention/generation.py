@@ -164,7 +164,7 @@ class Generated:
     note: str | None
 
 
-def mask_of(model: Any, ids: Any, mask: Any, chunk: int | None) -> Tensor | None:
+def checked_mask(model: Any, ids: Any, mask: Any, chunk: int | None) -> Tensor | None:
     """The mask of prompts as int64, once these can be read as `Session.generate` says; else UsageError."""
     for name, x in (("input_ids", ids), ("attention_mask", mask)):
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):

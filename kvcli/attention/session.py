@@ -23,7 +23,7 @@ from kvcli.attention.generation import (
     NextToken,
     SamplingConfig,
     SamplingKeywords,
-    mask_of,
+    checked_mask,
     prefill,
     sampling_of,
     stop_tokens,
@@ -277,7 +277,7 @@ class Session:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
         if mode not in (None, *get_args(Mode)):
             raise UsageError(f"mode is {' or '.join(get_args(Mode))}, not {mode!r}")
-        attention_mask = mask_of(self.model, input_ids, attention_mask, prefill_chunk)
+        attention_mask = checked_mask(self.model, input_ids, attention_mask, prefill_chunk)
         if mode == "graphs" and not input_ids.is_cuda:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
         if cache is not None and past_key_values is not None:

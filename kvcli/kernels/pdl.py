@@ -2,11 +2,10 @@
 
 The first kernel of a chain is launched normally, the others with `pdl_launch_options()`; or the first one, too, if it
 begins with `pdl_begin`, after which all that was launched before it is complete (not in an engine's pages, whose passes
-are on several streams). Every other kernel but the last calls
-`pdl_launch_dependents` at its start, and `pdl_wait` before it writes anything, and before it reads anything that was
-written after the first kernel's launch; as each of them waits, all earlier kernels are complete then. A kernel without
-PDL may run between two of a chain: it waits for all before it and is waited for. On older GPUs, and with a Triton
-without PDL, kernels run one after the other.
+are on several streams). Every other kernel but the last calls `pdl_launch_dependents` at its start, and `pdl_wait`
+before it writes anything, and before it reads anything that was written after the first kernel's launch; as each of
+them waits, all earlier kernels are complete then. A kernel without PDL may run between two of a chain: it waits for all
+before it and is waited for. On older GPUs, and with a Triton without PDL, kernels run one after the other.
 """
 
 from __future__ import annotations

@@ -279,9 +279,8 @@ def test_what_was_changed_since_then_counts() -> None:
     second.mlp.down_proj.register_forward_hook(lambda module, args, output: 2 * output)
     second.post_attention_layernorm.register_forward_hook(lambda module, args, output: 3 * output)
     third.input_layernorm.register_forward_hook(lambda module, args, output: 5 * output)
-    own, norm = third.self_attn.o_proj.forward, last.post_attention_layernorm.forward
+    own = third.self_attn.o_proj.forward
     third.self_attn.o_proj.forward = lambda x: 3 * own(x)
-    last.post_attention_layernorm.forward = lambda x: 3 * norm(x)
     last.input_layernorm = nn.Identity()
     expected = model(ids).logits
     with fused.active():
@@ -317,23 +316,65 @@ def test_layers_that_add_otherwise_run_as_they_are(how: str, monkeypatch: pytest
     kind = type(model.model.layers[0])
     monkeypatch.setattr(kind, "forward", lambda self, x, **kwargs: sum(plain(self, x, **kwargs)))
     assert len(FusedModules(model)._sums) == 4
+    with monkeypatch.context() as patch:
+        mlp = type(model.model.layers[0].mlp)
+        patch.setattr(mlp, "forward", lambda self, x, own=mlp.forward: own(self, x).double())
+        assert not FusedModules(model)._sums
     monkeypatch.setattr(kind, "forward", OTHERWISE[how])
     assert not FusedModules(model)._sums
+
+
+@torch.no_grad()
+def test_layers_that_are_called_otherwise_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With something that was not tried, in training, with a hook on a part that sums leave out; not with less."""
+    model, sums = shaken("phi3"), list[Any]()
+    fused, layer = FusedModules(model), model.model.layers[1]
+    x = random(1, 2, 64, dtype=torch.float32)
+    given = {"position_embeddings": model.model.rotary_emb(x, torch.arange(2, device=DEVICE)[None])}
+    monkeypatch.setattr(fused_modules, "add_rms_norm", lambda *x, **kw: sums.append(x) or add_rms_norm(*x, **kw))
+    for change, more, count in (
+        (lambda: None, {}, 2),
+        (lambda: None, {"other": 1}, 0),
+        (layer.train, {}, 0),
+        (lambda: layer.eval().resid_attn_dropout.register_forward_hook(lambda module, x, out: 2 * out), {}, 0),
+    ):
+        change()
+        expected = layer(x, **given, **more)
+        sums.clear()
+        with fused.active():
+            near(layer(x, **given, **more), expected)
+        assert len(sums) == count
 
 
 @torch.inference_mode()
 def test_what_is_changed_between_layers_is_normed_again() -> None:
     model: Any = shaken("llama")
-    x, found = random(1, 2, 64, dtype=torch.float32), list[Tensor]()
+    x, more = (random(1, 2, 64, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    angles, found = model.model.rotary_emb(x, torch.arange(2, device=DEVICE)[None]), list[Tensor]()
     for modules in (nullcontext, FusedModules(model).active):
         with modules():
             y = x
             for layer in model.model.layers:
-                y = layer(y, position_embeddings=model.model.rotary_emb(x, torch.arange(2, device=DEVICE)[None])).mul_(
-                    3
-                )
+                y = layer(y, position_embeddings=angles).add_(more)
         found.append(y)
     near(*found)
+
+
+@torch.no_grad()
+def test_norms_that_were_changed_since_then_count() -> None:
+    """A `forward` of the user's own, and that of another layer in the place of a layer's."""
+    model: Any = shaken("llama")
+    fused, ids = FusedModules(model), padded(3, device=DEVICE)["input_ids"]
+    first, second, third, last = model.model.layers
+    for norm in (first.input_layernorm, first.post_attention_layernorm):
+        norm.weight.data = norm.weight.data.flip(0)
+    own = last.post_attention_layernorm.forward
+    last.post_attention_layernorm.forward = lambda x: 3 * own(x)
+    third.post_attention_layernorm = first.post_attention_layernorm
+    second.input_layernorm = first.input_layernorm
+    expected = model(ids).logits
+    with fused.active():
+        near(model(ids).logits, expected)
 
 
 @torch.no_grad()
