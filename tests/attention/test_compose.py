@@ -297,3 +297,9 @@ def test_what_is_no_document_is_refused(session: Session) -> None:
     damaged = replace(made[1], snapshot=replace(made[1].snapshot, tensors=tensors))
     with pytest.raises(CacheError):
         session.compose([made[0], damaged])
+    cache = session.load_cache(made[1])
+    session.flush(cache)
+    for context in (made[1], cache.context(made[1].input_ids, made[1].notes)):
+        foreign = replace(context, identity=replace(context.identity, weights="0" * 32))
+        with pytest.raises(CacheError, match="was made"):
+            session.compose([made[0], foreign])
