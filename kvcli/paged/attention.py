@@ -7,7 +7,7 @@ the method's kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -153,13 +153,14 @@ class PagedAttention:
         """Writes the codes of keys and values into their pages; `new` are all new keys."""
         if not len(key):
             return
-        codes = [NewCodes(batch.dst_page, batch.dst_offset, page.values, self.encoder.encode_values(value))]
-        if page.group == 1:
-            codes.append(replace(codes[0], layout=page.keys, codes=self.encoder.encode_keys(key, rotation)))
-        elif (groups := batch.groups) is not None:
-            tokens = full_precision.gather(new, self.rings.flatten(0, 1), groups.is_new, groups.token)
-            keys = self.encoder.encode_keys(tokens, rotation)
-            codes.append(NewCodes(groups.page, groups.place, page.keys, keys))
+        codes, of_tokens = list[NewCodes](), partial(NewCodes, batch.dst_page, batch.dst_offset)
+        side, encoder = pages.device if batch.encodes_beside else None, self.encoder
+        with beside(side, lambda: codes.append(of_tokens(page.values, encoder.encode_values(value))), branch=2):
+            if page.group == 1:
+                codes.append(of_tokens(page.keys, encoder.encode_keys(key, rotation)))
+            elif (groups := batch.groups) is not None:
+                tokens = full_precision.gather(new, self.rings.flatten(0, 1), groups.is_new, groups.token)
+                codes.append(NewCodes(groups.page, groups.place, page.keys, encoder.encode_keys(tokens, rotation)))
         full_precision.put(pages, *codes)
 
     def _states(

@@ -170,13 +170,8 @@ class Batch:
         position, written, place = past[row] + at, slots >= 0, slots % size
         page = written_page = (slots // size).where(written, -1)
         last = (past - 1).clamp_min(0) // size
-        mine = rings.advance(
-            table.gather(1, last.unsqueeze(1)).squeeze(1).where(past > 0, -1),
-            page[stop - 1],
-            past,
-            new,
-            page.where(place == 0, -1),
-        )
+        earlier = table.gather(1, last.unsqueeze(1)).squeeze(1).where(past > 0, -1)
+        mine = rings.advance(earlier, page[stop - 1], past, new, page.where(place == 0, -1))
         ring, is_sink = rings.length, written & (position < sinks)
         end = past.index_add(0, row, written.long())  # of what is stored
         recent = (mine.ring[row] * ring + position % max(ring, 1)).where(written & (end[row] - position <= ring), -1)

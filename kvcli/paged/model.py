@@ -16,6 +16,7 @@ from kvcli.attention.attach import attach
 from kvcli.attention.graphs import Graphs
 from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
+from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.models.load import LoadedModel
 from kvcli.paged.attention import Page, PagedAttention
@@ -262,10 +263,13 @@ class PagedModel:
         """Attention of the tokens of a pass, [1, tokens, num_heads, head_dim]."""
         if not isinstance(call.key, PagedTokens):
             return call.exact()
-        layer_idx, dtype = call.layer.layer_idx, call.query.dtype
-        new = (call.query, call.key.key, call.value)
-        turned = [call.rotation.apply(x).to(dtype) if call.layer.rotated else x for x in new[:2]]
-        query, key, value = (x[0].transpose(0, 1) for x in (*turned, call.value))
+        layer_idx, (query, key, value) = call.layer.layer_idx, (call.query, call.key.key, call.value)
+        if call.layer.rotated:
+            new = WindowTokens(WindowLayout(0, key.shape[2]), key.shape[2], attended=0, index=0)
+            key, value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (key, value))
+            unrotated = call.query, call.key.key, call.value
+            query = self.session.backend.rotate_and_append(call.rotation, *unrotated, key, value, new)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         attention = PagedAttention(
             self._encoders[layer_idx],

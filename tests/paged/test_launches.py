@@ -11,8 +11,8 @@ from parts import DEVICE
 from test_paged_model import enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.paged.attention import PagedAttention
 from kvcli.paged.batch import Batch
+from kvcli.paged.model import PagedModel
 from kvcli.paged.requests import ScheduledRequest
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE != "cpu", reason="counts in Triton's interpreter")]
@@ -36,18 +36,19 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """The launches that find where tokens go, and those of each layer's attention."""
+    """The launches that find where tokens go, and those of each layer's RoPE and attention, of models made inside."""
     from triton.runtime.interpreter import InterpretedFunction
 
     layers, counted = list[list[str]](), list[Launches]()
-    call, launch = PagedAttention.__call__, InterpretedFunction.__getitem__
+    attend, launch = PagedModel._attend, InterpretedFunction.__getitem__
     of = Batch.of.__func__  # type: ignore[attr-defined]
 
-    def layer(self: Any, *args: Any) -> None:
+    def layer(self: Any, call: Any) -> Any:
         with Launches() as mode:
             counted[:] = [mode]
-            call(self, *args)
+            output = attend(self, call)
         layers.append(mode.names)
+        return output
 
     def places(cls: Any, *args: Any, **named: Any) -> Batch:
         with Launches() as mode:
@@ -66,13 +67,13 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(PagedAttention, "__call__", layer)
+        patch.setattr(PagedModel, "_attend", layer)
         patch.setattr(Batch, "of", classmethod(places))
         patch.setattr(InterpretedFunction, "__getitem__", launched)
         yield layers
 
 
-@pytest.mark.parametrize(("name", "most"), [("kivi-2", 10), ("klt", 14)])
+@pytest.mark.parametrize(("name", "most"), [("kivi-2", 11), ("klt", 15)])
 def test_a_layer_of_a_step_launches_few_kernels(
     name: str, most: int, tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,14 +81,16 @@ def test_a_layer_of_a_step_launches_few_kernels(
 
     method = get_method(parse_method(name)[0].name)
     how: Any = {"artifact": tiny_artifact(method)} if method.needs_artifact else {"name": name}
-    model, of = make_model("llama"), Batch.of.__func__  # type: ignore[attr-defined]
-    with enabled(model, impl="fused", sink_length=4, residual_length=32, size=32, **how) as paged, torch.no_grad():
+    model = make_model("llama")
+    made = enabled(model, impl="fused", sink_length=4, residual_length=32, size=32, **how)
+    with of_layers(monkeypatch) as layers, made as paged, torch.no_grad():
         paged.run([ScheduledRequest(list(range(3, 83)), 0, 0, [*range(4)], 1)])
+        of = Batch.of.__func__  # type: ignore[attr-defined]
         captured = classmethod(lambda cls, *args, **named: of(cls, *args, **{**named, "null_page": paged.num_pages}))
         monkeypatch.setattr(Batch, "of", captured)
         for i in range(2):  # the first one makes tables
-            with of_layers(monkeypatch) as layers:
-                paged.run([ScheduledRequest([5], 80 + i, 0, [*range(4)], 1)])
+            layers.clear()
+            paged.run([ScheduledRequest([5], 80 + i, 0, [*range(4)], 1)])
     assert len(layers) == 1 + model.config.num_hidden_layers
     assert "_place_kernel" in layers[0]
     assert len(layers[0]) <= 13, layers[0]
