@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,19 +29,8 @@ class _Inputs:
         sizes = [rows * count] * 3 + [rows] * 4 + [rows * columns]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         *of_each, table = self._numbers.split(sizes)
-        tokens, positions, slots, seq_lens, rings, first_exact, last = of_each
-        self.tensors = PassInputs(
-            query_lens=[count] * rows,
-            tokens=tokens,
-            positions=positions,
-            slots=slots,
-            seq_lens=seq_lens,
-            rings=rings,
-            first_exact=first_exact,
-            last=last,
-            block_table=table.view(rows, columns),
-            has_codes=has_codes,
-        )
+        fields: Any = [count] * rows, *of_each, table.view(rows, columns), has_codes
+        self.tensors = PassInputs(*fields)
         self._shape = rows, count, columns
 
     def load(self, requests: Sequence[ScheduledRequest], page_size: int) -> None:
@@ -100,9 +90,7 @@ class CapturedPasses:
 
         def run() -> None:
             logits = self._run(inputs.tensors)
-            if len(logits) not in self._logits:
-                self._logits[len(logits)] = torch.empty_like(logits)
-            self._logits[len(logits)].copy_(logits)
+            self._logits.setdefault(len(logits), torch.empty_like(logits)).copy_(logits)
 
         self.graphs.call(key, run)
         return self._logits[key[0]][: len(requests)].clone()

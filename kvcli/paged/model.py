@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, Self
 
@@ -132,12 +133,12 @@ class PagedModel:
                 f"two pages, the fewest, take {2 * self.page_bytes} bytes, more than the {max_bytes} of all pages"
             )
         self.max_length = min(max_length, self.num_pages * page_size)
-        self.pages = [self._zeros(self.num_pages + 1, page.nbytes, dtype=torch.uint8) for page in self.layout]
+        zeros = partial(torch.zeros, device=self.device)
+        self.pages = [zeros(self.num_pages + 1, page.nbytes, dtype=torch.uint8) for page in self.layout]
         self._kinds = [(x.codec.rotated, x.codec.key.tokens_per_group) for x in self._encoders]
         shape = 2, spec.num_kv_heads, spec.head_dim
         self._rings = [
-            self._zeros(num_rings + 1, residual_length + group - 1, *shape, dtype=model.dtype)
-            for _, group in self._kinds
+            zeros(num_rings + 1, residual_length + group - 1, *shape, dtype=model.dtype) for _, group in self._kinds
         ]
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.captured: CapturedPasses | None = None
@@ -263,7 +264,7 @@ class PagedModel:
         """Attention of the tokens of a pass, [1, tokens, num_heads, head_dim]."""
         if not isinstance(call.key, PagedTokens):
             return call.exact()
-        layer_idx, (query, key, value) = call.layer.layer_idx, (call.query, call.key.key, call.value)
+        i, query, key, value = call.layer.layer_idx, call.query, call.key.key, call.value
         if call.layer.rotated:
             new = WindowTokens(WindowLayout(0, key.shape[2]), key.shape[2], attended=0, index=0)
             key, value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (key, value))
@@ -272,15 +273,9 @@ class PagedModel:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         attention = PagedAttention(
-            self._encoders[layer_idx],
-            self.session.backends[layer_idx],
-            call.scaling,
-            self._rings[layer_idx],
-            call.layer.soft_cap,
-            call.sinks,
+            self._encoders[i], self.session.backends[i], call.scaling, self._rings[i], call.layer.soft_cap, call.sinks
         )
-        pages, batch = self.pages[layer_idx], self._batches[self._kinds[layer_idx]]
-        attention(self.layout[layer_idx], pages, batch, query, key, value, output)
+        attention(self.layout[i], self.pages[i], self._batches[self._kinds[i]], query, key, value, output)
         return output.unsqueeze(0)
 
     def _check_call(self, call: Mapping[str, Any]) -> None:
@@ -298,9 +293,6 @@ class PagedModel:
         self._ranges.check()
         if not (together - apart).norm() <= TOLERANCE.get(apart.dtype, 0.05) * apart.norm():
             raise UnsupportedModelError("pages need a model whose tokens see each other by attention alone")
-
-    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,7 @@ from kvcli.errors import CacheError, ModelError, UsageError
 from kvcli.paged import content
 from kvcli.paged.model import PagedModel
 from kvcli.paged.requests import ScheduledRequest
+from kvcli.serve.answers import TokenLogprob
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.pages import LONG_PASS, PagePool, pass_ends, segments
 from kvcli.serve.sampler import Sampler, add_prompt_logprobs, choose
@@ -95,6 +97,7 @@ class ContinuousEngine(JobThread):
         self.reading = f"{LONG_PASS} pages at once"
         self.model, self._pool, self._unread = model, PagePool(model.num_pages), max(1, model.residual_length)
         self._running, self._rings = list[Request](), [*range(1, model.num_rings + 1)]
+        self._untold = list[tuple[Request, TokenLogprob | None, bool]]()
         if self.contexts.store is not None:
             self.contexts.store.block_tokens = model.page_size
         self.metrics.of_vllm(Gauge, "kv_cache_usage_perc").set_function(self._usage)
@@ -115,21 +118,17 @@ class ContinuousEngine(JobThread):
                 admitted.append(request)
                 self._begin()
         for request in admitted:
-            try:
+            with self._ending(request):
                 self._find(request)
-            except Exception as error:
-                self._end([request], error)
         for request in [*self._running]:
             if request.job.cancelled.is_set():
                 self._end([request], Cancelled())
-        if ready := self._next_pass():
-            decoding = [request for request in ready if not request.is_prompt]
-            if self.model.captured is None:
-                self._run_pass(ready)  # all at once, so that weights are read once
-            else:  # graphs are of one or the other; who begins does not wait for those who go on
-                for some in ([request for request in ready if request.is_prompt], decoding):
-                    if some:
-                        self._run_pass(some)
+        ready = self._next_pass()
+        # graphs are of one or the other; who begins does not wait for those who go on
+        parts = [[x for x in ready if x.is_prompt], [x for x in ready if not x.is_prompt]]
+        for part in [ready] if self.model.captured is None else parts:
+            if some := [request for request in part if request.job in self._unended]:
+                self._run_pass(some)
         return True
 
     def _usage(self) -> float:
@@ -242,13 +241,17 @@ class ContinuousEngine(JobThread):
         new = [request.scheduled() for request in ready]
         try:
             logits = self._logits(ready, new)
+            self._tell()  # while the GPU computes them
             finite = logits.isfinite().all(1).tolist()
             out_of_range = self._out_of_range(ready, new)
         except Exception as error:  # what it has written of these requests is not known
-            self._end(ready, error)
+            self._tell()
+            self._end([request for request in ready if request.job in self._unended], error)
             return
         chosen = list[tuple[Request, Tensor, Tensor]]()
         for request, tokens, row, is_finite in zip(ready, new, logits, finite, strict=True):
+            if request.job not in self._unended:
+                continue
             if request.is_prompt and request not in out_of_range:
                 self._keep(request)
             request.num_computed += len(tokens.tokens)
@@ -257,12 +260,10 @@ class ContinuousEngine(JobThread):
             elif not is_finite:
                 self._end([request], ModelError("the model computed logits that are not finite"))
             elif not request.is_prompt:
-                try:
+                with self._ending(request):
                     if not request.job.answer.num_tokens:
                         self._store(request)
                     chosen.append((request, request.sampler.scores(row.unsqueeze(0)), row))
-                except Exception as error:
-                    self._end([request], error)
         if chosen:
             made = choose([request.sampler for request, *_ in chosen], torch.cat([scores for _, scores, _ in chosen]))
             for (request, _, row), token in zip(chosen, made.flatten().tolist(), strict=True):
@@ -308,15 +309,33 @@ class ContinuousEngine(JobThread):
             self._pool.keep(digest, pages)
 
     def _take(self, request: Request, token: int, logits: Tensor) -> None:
-        """Gives a request its next token, which was chosen by logits [vocab_size]."""
-        job, request.token = request.job, token
+        """Gives a request its next token, which was chosen by logits [vocab_size].
+
+        Its text follows while a GPU is busy with the next pass, if there is one.
+        """
+        request.token, answer = token, request.job.answer
+        with self._ending(request):
+            told, is_over = request.sampler.take(token, logits.unsqueeze(0))
+            self._untold.append((request, told, is_over))
+            is_last = is_over or token in answer.ends or answer.num_tokens + 1 >= answer.max_tokens
+            if is_last or self.model.captured is None:
+                self._tell()
+
+    def _tell(self) -> None:
+        """Adds the tokens that were chosen to the answers, of which some end."""
+        untold, self._untold = self._untold, []
+        for request, *told in untold:
+            with self._ending(request):
+                if request.job in self._unended and self._feed(request.job, [request.token], *told):
+                    self._end([request], None)
+
+    @contextmanager
+    def _ending(self, request: Request) -> Iterator[None]:
+        """Ends a request, and no other, if what is done for it fails."""
         try:
-            ended = self._feed(job, [token], *request.sampler.take(token, logits.unsqueeze(0)))
-        except Exception as error:  # of its text, which is no other's
+            yield
+        except Exception as error:
             self._end([request], error)
-        else:
-            if ended:
-                self._end([request], None)
 
     def _end(self, requests: Sequence[Request], error: Exception | None) -> None:
         """Takes back what requests have, and tells them that their answers have ended or failed."""
