@@ -113,14 +113,30 @@ def test_an_answer_depends_on_its_prompt_alone(
 
 
 def test_answers_are_the_same_where_passes_are_captured() -> None:
-    """Prompts are read one by one then, before requests that decode go on."""
+    """Prompts are read one by one then, before requests that decode go on; texts follow during the next pass."""
     prompts, graphs = [TEXT * 5, TEXT, "Hi", TEXT * 5 + "Now?", TEXT * 3], Graphs(torch.device("cpu"), enabled=False)
     with serving_together("kivi-2") as served, ThreadPoolExecutor(5) as pool:
-        expected = [served.complete(prompt, 30).choices[0].text for prompt in prompts]
+        texts = [served.complete(prompt, 30).choices[0].text for prompt in prompts]
+        ways: list[dict[str, Any]] = [
+            {},
+            {"stop": [texts[1][9:12]]},
+            {"logprobs": 2},
+            {"n": 2},
+            {"stop": [texts[4][4:5]]},
+        ]
+        ways[3] |= {"temperature": 0.8, "seed": 3}
+        expected = [served.complete(prompt, 30, **way) for prompt, way in zip(prompts, ways, strict=True)]
         model = served.engine.model
         model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
-        answers = [pool.submit(served.complete, prompt, 30) for prompt in prompts]
-        assert [answer.result().choices[0].text for answer in answers] == expected
+        answers = [pool.submit(served.complete, prompt, 30, **way) for prompt, way in zip(prompts, ways, strict=True)]
+        for answer, expectation in zip(answers, expected, strict=True):
+            pairs = zip(answer.result().choices, expectation.choices, strict=True)
+            assert all((x.text, x.finish_reason) == (y.text, y.finish_reason) for x, y in pairs)
+            assert answer.result().usage.completion_tokens == expectation.usage.completion_tokens
+        assert answers[2].result().choices[0].logprobs.tokens == expected[2].choices[0].logprobs.tokens
+        assert {x.choices[0].finish_reason for x in expected} == {"stop", "length"}
+        until(lambda: not served.engine._running)
+        assert (served.engine._pool.num_available, len(served.engine._rings)) == (model.num_pages, model.num_rings)
 
 
 def test_what_cannot_be_captured_is_told_and_launched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
