@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,23 +37,19 @@ class _Inputs:
 
     def load(self, requests: Sequence[ScheduledRequest], page_size: int) -> None:
         """Those of requests."""
-        rows, count, columns = self._shape
-        numbers = torch.zeros_like(self._numbers, device="cpu")
-        each = numbers[: 3 * rows * count].view(3, rows, count)
-        seq_lens, rings, first_exact, last = numbers[3 * rows * count : -rows * columns].view(4, rows)
-        each[2] = -1
-        seq_lens[:] = count
-        table = numbers[-rows * columns :].view(rows, columns)
-        for row, x in enumerate(requests):
-            used = len(x.tokens)
-            for own, of_tokens in zip(each[:, row], (x.tokens, x.positions, x.slots(page_size)), strict=True):
-                own[:used] = torch.tensor(of_tokens)
-            each[1, row, used:] = x.positions.stop - 1  # which the model knows
-            seq_lens[row], rings[row], first_exact[row] = x.num_computed_tokens + count, x.ring, x.first_exact
-            last[row] = row * count + used - 1
-            pages = torch.tensor(x.pages[:columns])
-            table[row, : len(pages)] = pages
-        self._numbers.copy_(numbers)
+        (rows, count, columns), (tokens, positions, slots, table) = self._shape, (list[int]() for _ in range(4))
+        for x in requests:
+            rest = count - len(x.tokens)
+            tokens += [*x.tokens, *[0] * rest]
+            positions += [*x.positions, *[x.positions.stop - 1] * rest]  # which the model knows
+            slots += [*x.slots(page_size), *[-1] * rest]
+            table += [*x.pages[:columns], *[0] * (columns - len(x.pages))]
+        exact, rings = [x.first_exact for x in requests], [x.ring for x in requests]
+        last = [row * count + len(x.tokens) - 1 for row, x in enumerate(requests)]
+        of_rows = [([x.num_computed_tokens + count for x in requests], count), (rings, 0), (exact, 0), (last, 0)]
+        fields, idle = [(tokens, 0), (positions, 0), (slots, -1), *of_rows, (table, 0)], rows - len(requests)
+        numbers = (x + [other] * (len(x) // len(requests) * idle) for x, other in fields)
+        self._numbers.copy_(torch.frombuffer(array("q", chain.from_iterable(numbers)), dtype=torch.int64))
 
 
 class CapturedPasses:
