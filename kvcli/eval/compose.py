@@ -187,8 +187,8 @@ def _measured(
     scores = logits_of(model, forced)[0].float().log_softmax(-1)
     expected = scores if reference is None else reference
     kl = float((expected.double().exp() * (expected.double() - scores.double())).sum(-1).mean())
-    made: list[int] = []
-    while len(made) < _MAX_NEW_TOKENS and token not in loaded.end_tokens:
+    made, ends = list[int](), loaded.end_tokens
+    while len(made) < _MAX_NEW_TOKENS and token not in ends:
         made.append(token)
         token = int(logits_of(model, read(model, cache, [token])[:, -1:])[:, -1].argmax(-1))
     text = text_after(loaded.tokenizer, question, made)

@@ -66,8 +66,8 @@ class Server:
         self.loaded, self.engine, self.name, self._keys, self._per_key = loaded, engine, engine.name, keys, per_key
         self.max_model_len, self.metrics = engine.max_length, engine.metrics
         self.headers = {"x-kvcli-method": engine.method, "x-kvcli-bits": f"{engine.bits:.2f}"}
-        self._tokenize = ThreadPoolExecutor(1, "kvcli-tokenize")
-        self._grammars = JsonGrammars(loaded.tokenizer, loaded.spec.vocab_size, loaded.end_tokens)
+        self._tokenize, self._ends = ThreadPoolExecutor(1, "kvcli-tokenize"), loaded.end_tokens
+        self._grammars = JsonGrammars(loaded.tokenizer, loaded.spec.vocab_size, self._ends)
 
     def app(self) -> Starlette:
         """The application."""
@@ -224,11 +224,11 @@ class Server:
 
         name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         writer = form or Form(name, self.name, chat, body.n, body.stream_options.include_usage)
-        ends, prompt, jobs = self.loaded.end_tokens, ids[0].tolist(), list[Job]()
+        prompt, jobs = ids[0].tolist(), list[Job]()
         for index in range(body.n):
             parser, grammar = (x[index] if x else None for x in (parsers, grammars))
             tell = partial(send, index)
-            answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, tell, prompt, echo=echo)
+            answer = Answer(self.loaded.tokenizer, most, self._ends, body.stop, parser, tell, prompt, echo=echo)
             seed = None if body.seed is None else body.seed + index
             of_prompt = echo is not None and body.num_logprobs() is not None
             rest = body.store and not of_prompt, tell, body.num_logprobs(), grammar, of_prompt, documents
