@@ -222,7 +222,7 @@ def extend(
     if state is None:
         state = _empty(batch, heads, query_len, value_dim, device=device)
     # whether tokens are split does not depend on how many there are: what steps launch is known beforehand
-    per_sm, per_split, splits, parts = 1 if latent else 2, kv_len, 1, state
+    per_sm, per_split, splits, parts = 1 if latent or tile["BLOCK_M"] == 128 else 2, kv_len, 1, state
     if split := not causal and most_splits(programs * batch * kv_heads, per_sm) > 1:
         per_split = tokens_per_split(kv_len, programs * batch * kv_heads, _SPLIT_TOKENS, per_sm)
         splits = max(1, cdiv(kv_len, per_split))

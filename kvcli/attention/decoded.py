@@ -8,8 +8,10 @@ from torch.nn.attention import SDPBackend
 
 from kvcli.attention import chunk_kernels
 from kvcli.attention.reference import PREFILL_THRESHOLD
-from kvcli.kernels.launch import FP16_MAX
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
+
+_MOST = 65280.0
+"""The largest bfloat16 that float16 holds."""
 
 _BLOCK_BYTES = 2**27
 """Decoded keys and values of all sequences that are attended to at once, in bytes."""
@@ -30,7 +32,7 @@ def attend_dequantized(
     that are stored as they are need neither dtype nor memory of their own.
     """
     if (dtype := _dtype(codec, query)) != query.dtype:
-        query = query.float().clamp(-FP16_MAX, FP16_MAX).to(dtype)
+        query = query.clamp(-_MOST, _MOST).to(dtype)
     state: PartialAttention | None = None
     most = encoded.length if _stored(codec) and encoded.pages is None else _block_tokens(codec, query)
     for start, stop in codec.blocks(encoded.length, most, encoded.page_size):

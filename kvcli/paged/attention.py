@@ -175,13 +175,7 @@ class PagedAttention:
             skip: tokens at the beginning that are sinks.
         """
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        count, state = query.shape[2], None
-        if count >= PREFILL_THRESHOLD:
-            if self.backend.attend_prefill is not None:
-                state = self.backend.attend_prefill(query, key, value, self.scaling, None)
-            else:
-                causal = torch.ones(1, count, count, dtype=torch.bool, device=query.device).tril()
-                state = partial_attention(query, key, value, causal, self.scaling, self.soft_cap)
+        count, codes = query.shape[2], None
         if part.has_codes:
             codec = self.encoder.codec
             rotations = part.rotations if codec.needs_rotations else None
@@ -190,5 +184,10 @@ class PagedAttention:
                 self.backend.attend_codes if count <= self.backend.decode_threshold else self.backend.attend_dequantized
             )
             codes = attend(codec, query, encoded, self.scaling)
-            state = codes if state is None else merge_state(state, codes)
-        return state
+        if count < PREFILL_THRESHOLD:
+            return codes
+        if self.backend.attend_prefill is not None:
+            return self.backend.attend_prefill(query, key, value, self.scaling, codes)
+        causal = torch.ones(1, count, count, dtype=torch.bool, device=query.device).tril()
+        state = partial_attention(query, key, value, causal, self.scaling, self.soft_cap)
+        return state if codes is None else merge_state(state, codes)
