@@ -111,7 +111,8 @@ class NextToken:
         """Tokens int64 [batch, 1] from logits [batch, vocab_size]."""
         scores, sampling = self.penalized(logits), self.sampling
         if sampling.temperature > 0:
-            scores = self.sampled(warped(scores / sampling.temperature, sampling.top_k, sampling.top_p))
+            drawn = self.draw(torch.empty_like(scores))
+            scores = warped(scores / sampling.temperature, sampling.top_k, sampling.top_p) / drawn
         token = scores.argmax(-1, keepdim=True)
         self.note(token)
         return token
@@ -125,9 +126,9 @@ class NextToken:
         penalty = self.sampling.repetition_penalty
         return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
-    def sampled(self, probabilities: Tensor) -> Tensor:
-        """What is largest at a sample: p / e with exponential e, so that nothing is read back as by multinomial."""
-        return probabilities / torch.empty_like(probabilities).exponential_(generator=self._generator)
+    def draw(self, out: Tensor) -> Tensor:
+        """Exponential e: p / e is largest at a sample of p, so that nothing is read back as by multinomial."""
+        return out.exponential_(generator=self._generator)
 
     def note(self, token: Tensor) -> None:
         """Tokens int64 [batch, 1] are seen from now on."""

@@ -62,15 +62,16 @@ class Ranges:
         """Checks what was noted, once for all layers; CacheError names the first finite numbers beyond their limit."""
         if not self._peaks:
             return
-        device = self._peaks[0][1].device
-        numbers = torch.stack([peak.to(device) for _, peak in self._peaks]).tolist()
-        for (note, _), peak in zip(self._peaks, numbers, strict=True):
+        for (note, _), peak in zip(self._peaks, self._numbers(), strict=True):
             if note.codec.max_magnitude < peak < float("inf"):  # what is not finite shows in the logits
                 relative = " relative to those calibrated" if note.codec.calibrated_range else ""
                 raise CacheError(
                     f"{note.what}{relative} reach {peak:.3g}, but codes of this method hold numbers up to "
                     f"{note.codec.max_magnitude:.0f}; use method fp16 with this model"
                 )
+
+    def _numbers(self) -> list[float]:
+        return torch.stack([peak.to(self._peaks[0][1].device) for _, peak in self._peaks]).tolist()
 
 
 class StepRanges(Ranges):
@@ -98,8 +99,7 @@ class StepRanges(Ranges):
             self._peaks.append((note, slot))
         return slot
 
-    def check(self) -> None:
-        try:
-            super().check()
-        finally:
-            self._slots.zero_()
+    def _numbers(self) -> list[float]:
+        numbers: list[float] = self._slots[: len(self._peaks)].tolist()
+        self._slots.zero_()
+        return numbers

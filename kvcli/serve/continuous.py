@@ -240,7 +240,7 @@ class ContinuousEngine(JobThread):
         """Reads what is next of requests, and makes a token of each whose prompt is read."""
         new = [request.scheduled() for request in ready]
         try:
-            logits = self._logits(ready, new)
+            logits = self._logits(ready, new).float()
             self._tell()  # while the GPU computes them
             finite = logits.isfinite().all(1).tolist()
             out_of_range = self._out_of_range(ready, new)

@@ -78,9 +78,10 @@ def choose(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
     for warpers, rows in alike.items():
         temperatures = scores.new_tensor([[samplers[row].next_token.sampling.temperature] for row in rows])
         where = torch.tensor(rows, device=scores.device)
-        probabilities = warped(scores[where] / temperatures, *warpers).split(1)
-        sampled = [samplers[row].next_token.sampled(x) for row, x in zip(rows, probabilities, strict=True)]
-        scores[where] = torch.cat(sampled)
+        probabilities = warped(scores[where] / temperatures, *warpers)
+        for row, out in zip(rows, drawn := torch.empty_like(probabilities), strict=True):
+            samplers[row].next_token.draw(out)
+        scores[where] = probabilities / drawn
     tokens = scores.argmax(-1, keepdim=True)
     for sampler, token in zip(samplers, tokens.split(1), strict=True):
         sampler.next_token.note(token)

@@ -278,10 +278,11 @@ def test_a_stop_string_ends_an_answer_and_its_work(exact: Served) -> None:
     until(lambda: is_idle(exact))
 
 
-def test_a_token_that_ends_answers_does(exact: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = session_ids("End", 9)
-    monkeypatch.setattr(exact.loaded.model.generation_config, "eos_token_id", ids[5])
-    done = exact.complete("End", 40)
+def test_a_token_that_ends_answers_does() -> None:
+    ids, model = session_ids("End", 9), tiny().model
+    model.generation_config.eos_token_id = ids[5]
+    with serving_together("fp16", model) as served:
+        done = served.complete("End", 40)
     assert (done.usage.completion_tokens, done.choices[0].finish_reason) == (ids.index(ids[5]) + 1, "stop")
 
 
