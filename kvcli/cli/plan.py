@@ -276,7 +276,11 @@ def recommend(options: CacheOptions, output: Output) -> None:
     if tables[0]["model"] != options.model:
         output.say(f"nothing was measured on {options.model}, whose losses will differ: the order is another model's")
     best = next((row for row in rows if row["fits"] and row["loss"] is not None), None)
-    if best is None:
+    record = {"model": options.model, "memory_bytes": memory, "weights_bytes": planned.weights_bytes}
+    record |= {"measured": about, "recommended": best and best["method"], "methods": rows}
+    title = f"{options.batch} x {tokens(options.prompt_tokens)} + {options.max_new_tokens} tokens in {size(memory)}"
+    output.result(record, _fitting_table(title, rows, [table["model"] for table in tables]))
+    if best is None:  # after the table, which may be longer than the terminal
         output.say("nothing that was measured fits")
     elif best["method"] == BASELINE:
         output.say("nothing has to be compressed")
@@ -286,10 +290,6 @@ def recommend(options: CacheOptions, output: Output) -> None:
         first = f"'{shlex.join(['kvcli', 'generate', *words, '--fit'])}' and " if best["fit_first"] else ""
         measure = f"{first}'{shlex.join(['kvcli', 'eval', *words])}'"
         output.say(f"of what fits, {best['method']} is known to lose least; {measure} would measure it on this model")
-    record = {"model": options.model, "memory_bytes": memory, "weights_bytes": planned.weights_bytes}
-    record |= {"measured": about, "recommended": best and best["method"], "methods": rows}
-    title = f"{options.batch} x {tokens(options.prompt_tokens)} + {options.max_new_tokens} tokens in {size(memory)}"
-    output.result(record, _fitting_table(title, rows, [table["model"] for table in tables]))
 
 
 def _fitting_row(plan: MethodPlan, options: CacheOptions, memory: int, tables: list[dict[str, Any]]) -> dict[str, Any]:

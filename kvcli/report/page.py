@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from kvcli.bench.suite import median_of, row_name
@@ -288,7 +289,7 @@ def pictures(sections: Sequence[Section], kind: str) -> dict[str, bytes]:
     made = {}
     for place, section in enumerate(sections, 1):
         for number, chart in enumerate(charts_of(section), 1):
-            words = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")[:40].rstrip("-")
+            words = shorten(re.sub(r"[^a-z0-9]+", " ", chart.title.lower()), 40, placeholder="").replace(" ", "-")
             made[f"{section.suite}-{place}-{number}-{words}.{kind}"] = chart.drawn(kind)
     return made
 

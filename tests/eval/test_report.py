@@ -239,11 +239,11 @@ def test_small_losses_are_no_zeros_and_stand_beside_differences() -> None:
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_charts_are_files_of_their_own(kind: str, committed: list[str]) -> None:
-    """In SVG their text follows a dark theme, in PNG it is on white."""
+    """In SVG their text follows a dark theme, in PNG it is on white; no word of a name is cut."""
     pytest.importorskip("vl_convert", reason="charts need kvcli[report]")
     made = result("report", *committed[:2], "--format", kind, "--out", "charts", "--json")
     files = [Path(x) for x in made["files"]]
-    assert files[0] == Path(f"charts/kl-1-1-loss-by-size-the-line-is-the-pareto-fron.{kind}")
+    assert files[0] == Path(f"charts/kl-1-1-loss-by-size-the-line-is-the-pareto.{kind}")
     assert [x.name.split("-")[0] for x in files[1:]] == ["attention"] * 3
     assert made["bytes"] == sum(x.stat().st_size for x in files)
     if kind == "svg":
