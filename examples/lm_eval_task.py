@@ -24,5 +24,5 @@ with kvcli.attach(loaded, "kivi-2", residual_length=32) as session:
     scored = CachedModel(loaded, session.new_cache, chunk=32)
     made = lm_eval.simple_evaluate(scored, tasks=[task], bootstrap_iters=0)
 print(f"boxes: {made['results']['boxes']['acc,none']:.0%} of {len(things)} questions right")
-memory = scored.last_cache.memory()
+memory = scored.memory
 print(f"{memory.num_encoded} of {memory.num_tokens} tokens are codes of {memory.true_bits:.2f} bits per value")

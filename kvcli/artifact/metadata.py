@@ -143,6 +143,7 @@ def model_card(metadata: Mapping[str, Any], about: Mapping[str, Any], place: str
     doubtful = [i for i, layer in enumerate(metadata["layers"]) if layer.get("warnings")]
     if doubtful:
         measured += f"| layers with warnings of the fit, which {METADATA} lists | {', '.join(map(str, doubtful))} |\n"
+    plain = {setting: value for setting, value in config.items() if not isinstance(value, list | tuple)}
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
     return with_checksum(f"""{front_matter(metadata["model"], "quantization", metadata["method"])}
@@ -164,5 +165,5 @@ only (shapes and a sample of its weights are compared when the artifact is attac
 | calibration text | {origin} |
 | tokens | {provenance.get("num_tokens", "?")} |
 | seed | {provenance.get("seed", "?")} |
-{measured}| settings | `{json.dumps(config)}` |
+{measured}| settings; those of layers: {METADATA} | `{json.dumps(plain)}` |
 """)

@@ -34,7 +34,7 @@ def text_of(record: Any, column: str) -> str:
     if any(record.get(None) or ()):  # as csv tells it
         raise ValueError("it has more fields than the file has columns; quote a text with commas")
     if column not in record:
-        raise ValueError(f"it has no column '{column}'; its columns are {', '.join(map(str, record))}")
+        raise ValueError(f"it has no column '{column}' (--text-column); its columns are {', '.join(map(str, record))}")
     text = record[column]
     if not isinstance(text, str):
         what = "has no text" if text is None else f"holds {type(text).__name__}, not text,"

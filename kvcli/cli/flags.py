@@ -152,7 +152,8 @@ def resolve(
         name = str(first["loc"][0]) if first["loc"] else ""
         what = f"{name}: " if name in arguments else f"--{name.replace('_', '-')}: " if name else ""
         got = f" (got {first['input']!r})" if name else ""  # a check of several options gets all of them
-        raise ConfigError(f"{what}{first['msg'].removeprefix('Value error, ')}{got}") from error
+        said = "no whole number, such as 8192 or 8K" if first["type"].startswith("int_") else first["msg"]
+        raise ConfigError(f"{what}{said.removeprefix('Value error, ')}{got}") from error
 
 
 def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def fit_time(model: str, method: str) -> str:
         return ""
     seconds = 1.5e-11 * weights * recorded + 1e-6 * config_cls.fit_us * values / 2
     seconds += (6e-11 * weights + 4e-8 * scores) * config_cls.fisher_tokens
-    return f", roughly {max(1, round(seconds / 60))} minutes on 2 CPU cores, a few on a GPU"
+    return f", roughly {max(1, round(seconds / 60))} min on 2 CPU cores, less on a GPU"
 
 
 def say_notes(session: Session, output: Output) -> None:

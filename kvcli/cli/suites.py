@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvcli.cli.command import Command, model_argument, try_method
+from kvcli.cli.command import Command
 from kvcli.cli.groups import group
 from kvcli.cli.output import Output
 from kvcli.commands.options import Options
@@ -21,25 +21,22 @@ from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, 
 from kvcli.storage.atomic import append_record
 from kvcli.storage.ranks import join_ranks, joined_ranks, start_ranks
 
-Following = Callable[[Records, Any], Sequence[Any]]
-"""Words of the next command line, given the records and the options."""
 
-
-def run_suite(suite: Suite, following: Following, options: Options, output: Output) -> None:
+def run_suite(suite: Suite, options: Options, output: Output) -> None:
     """Measures a suite: a record is written as soon as it is measured, a table is shown at the end."""
     run = suite.open(options)
     if run.out is not None:
         run.out.parent.mkdir(parents=True, exist_ok=True)
         run.out.open("a").close()  # fails before the measurement, not after it
     if not hasattr(options, "devices"):
-        _measure(suite, run, following, output)
+        _measure(suite, run, output)
         return
     start_ranks(options.devices, run.options.device)
     with join_ranks():
-        _measure(suite, run, following, output)
+        _measure(suite, run, output)
 
 
-def _measure(suite: Suite, run: Run, following: Following, output: Output) -> None:
+def _measure(suite: Suite, run: Run, output: Output) -> None:
     records: list[dict[str, Any]] = []
     summary, first = None, output.ranks.rank == 0
     try:
@@ -54,7 +51,8 @@ def _measure(suite: Suite, run: Run, following: Following, output: Output) -> No
         if records and first:
             summary = run.summary(records)
             result = {"suite": suite.name, "rows": records, **summary.fields}
-            output.result(result, suite.tabulate(records, run.options), following(records, run.options))
+            following = ["report", run.out] if run.out else ["bench", "--method", last_method(records)]
+            output.result(result, suite.tabulate(records, run.options), ["kvcli", *following])
             for line in summary.notes:
                 output.warn(line)
     joined_ranks().wait()  # others would be ended while they end
@@ -62,7 +60,7 @@ def _measure(suite: Suite, run: Run, following: Following, output: Output) -> No
         raise summary.failure
 
 
-def _suites(name: str, paths: Mapping[str, str], default: str, text: str, following: Following) -> typer.Typer:
+def _suites(name: str, paths: Mapping[str, str], default: str, text: str) -> typer.Typer:
     """A command with a subcommand for each suite; `default` is the suite that is meant where none is named."""
 
     class Suites(TyperGroup):
@@ -74,7 +72,7 @@ def _suites(name: str, paths: Mapping[str, str], default: str, text: str, follow
     def command(path: str) -> typer.Typer:
         suite: Suite = get_suite(path)
         shared: dict[str, Any] = {"arguments": ("model",), "saves_memory": suite.saves_memory, "summary": suite.help}
-        return Command(suite.name, suite.options, partial(run_suite, suite, following), suite.example, **shared).typer()
+        return Command(suite.name, suite.options, partial(run_suite, suite), suite.example, **shared).typer()
 
     shown = f"{text} Without SUITE: {default}. 'kvcli {name} SUITE --help' shows the options of a suite."
     words = {
@@ -107,16 +105,5 @@ def last_method(rows: Records) -> str:
     return names[-1] if names else next(name for name in METHODS if name not in (BASELINE, DEFAULT_METHOD))
 
 
-def _evaluate(records: Records, options: Any) -> list[str]:
-    model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
-    return try_method(last_method(records), "eval", model)
-
-
-def _show(records: Records, options: Any) -> list[Any]:
-    return ["kvcli", "report", options.out] if options.out else ["kvcli", "bench", "--method", last_method(records)]
-
-
-EVAL = _suites(
-    "eval", EVAL_SUITES, "kl", "Measure quality through the real cache, next to the uncompressed model.", _show
-)
-BENCH = _suites("bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", _evaluate)
+EVAL = _suites("eval", EVAL_SUITES, "kl", "Measure quality through the real cache, next to the uncompressed model.")
+BENCH = _suites("bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.")

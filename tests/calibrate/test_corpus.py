@@ -125,7 +125,7 @@ GOOD, ROW = json.dumps({"text": "good"}), "row 2: it "
     [
         ("a.jsonl", f'{GOOD}\n{{"text": null}}\n', f"{ROW}has no text in column 'text'"),
         ("a.jsonl", f'{GOOD}\n{{"text": ["a"]}}\n', f"{ROW}holds list, not text, in column 'text'"),
-        ("a.jsonl", f'{GOOD}\n{{"id": 3}}\n', f"{ROW}has no column 'text'; its columns are id"),
+        ("a.jsonl", f'{GOOD}\n{{"id": 3}}\n', f"{ROW}has no column 'text' [(]--text-column[)]; its columns are id"),
         ("a.jsonl", f'{GOOD}\n{{"text": "\\ud83d"}}\n', f"{ROW}has no UTF-8 text in column 'text'"),
         ("a.jsonl", f"{GOOD}\n{GOOD[:-3]}", "row 2: cannot read it as JSON"),
         ("a.jsonl", f"\n3\n{GOOD}\n", f"{ROW}is no record"),

@@ -52,6 +52,7 @@ def test_attention_gives_a_table_and_a_record_per_row(monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "200")
     done = result(*ATTENTION, *GROUPS, *BOOKS, "--method", "kivi-2", "--batches", "1", "--batches", "2")
     assert "no GPU" in done.stderr
+    assert "next: kvcli report runs/bench/attention.jsonl" in done.stderr
     assert done.stdout.count("kivi-2") == 2
     records = [json.loads(line) for line in Path("runs/bench/attention.jsonl").read_text().splitlines()]
     assert [record["method"] for record in records] == ["fp16", "commvq-2", "kivi-2"] * 2

@@ -113,7 +113,7 @@ def test_without_an_artifact_the_error_says_what_makes_one_and_how_long_it_takes
     with (copy / "model.safetensors").open("wb") as file:
         file.truncate(269 * 10**6)
     line = refused("generate", "--prompt", "x", "--method", "commvq-2", code=1)
-    assert line.endswith("or add --fit, roughly 29 minutes on 2 CPU cores, a few on a GPU")
+    assert line.endswith("or add --fit, roughly 29 min on 2 CPU cores, less on a GPU")
 
 
 SLIPS = {

@@ -146,8 +146,9 @@ def test_a_name_that_the_hub_does_not_have_here_is_refused_in_a_line(monkeypatch
     assert "cannot load model 'org/none'" in refused("recommend", "org/none", "--memory", "1GiB", code=1)
 
 
-def test_no_memory() -> None:
+def test_no_memory_and_no_number() -> None:
     assert "--memory 24GiB" in refused("recommend", "tiny")
+    assert "no whole number, such as 8192 or 8K (got '9x')" in refused("recommend", "--prompt-tokens", "9x")
 
 
 @pytest.mark.parametrize("model", TABLES)

@@ -57,6 +57,7 @@ def test_an_artifact_is_pushed_and_pulled_by_commit_and_digest(artifact: Path, h
     bits = "| true bits per value | keys {keys:.2f}, values {values:.2f} |\n".format(**facts["bits"])
     says(card, f"kvcli pull {REPO}\n{use}", bits, size, f"| compressed | {facts['compressed']} |\n")
     assert "loss" not in card
+    assert "[" not in card.rpartition("| settings")[2]  # fields of every layer
     assert files.keys() == {*NAMES, "README.md", "SHA256SUMS"}
     done = result("pull", place, "--sha256", digest)
     folder = Path("runs/tiny/commvq-2")
