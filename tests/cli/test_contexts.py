@@ -145,8 +145,14 @@ def test_export_replaces_nothing_unasked(made: Maker) -> None:
 
 
 def test_a_store_that_is_not_there(tiny: Any) -> None:
+    """Stores beside it, as a server's, are named."""
     for arguments in (("list",), ("verify",), ("prune",), ("show", "a"), ("rm", "a"), ("export", "a")):
-        assert "there is no store of contexts in runs/smollm2-135m/contexts" in refused("contexts", *arguments)
+        line = refused("contexts", *arguments)
+        assert "there is no store of contexts in runs/smollm2-135m/contexts" in line
+        assert line.endswith("--store names another")
+    STORE.with_name("served").mkdir(parents=True)
+    (STORE.with_name("served") / "index.sqlite").touch()
+    assert refused("contexts", "list").endswith("--store names another, as runs/smollm2-135m/served")
     STORE.mkdir(parents=True)
     for command in ("show", "export"):
         assert invoke("contexts", command).exit_code == 2
