@@ -150,7 +150,8 @@ def parse_yaml(text: str) -> Any:
             alias = isinstance(event, yaml.AliasEvent)
             refused = f"alias *{event.anchor}" if alias else event.tag and f"tag {event.tag}"
             if refused or self.depth == _DEPTH:
-                raise yaml.YAMLError(f"{refused or f'more than {_DEPTH} levels'}{event.start_mark}")
+                problem = refused or f"more than {_DEPTH} levels"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
             self.depth += 1
             node: yaml.Node | None = super().compose_node(parent, index)
             self.depth -= 1
@@ -160,13 +161,17 @@ def parse_yaml(text: str) -> Any:
             mapping = super().construct_mapping(node, deep)
             if len(mapping) < len(node.value):
                 twice = Counter(key.value for key, _ in node.value).most_common(1)[0][0]
-                raise yaml.YAMLError(f"'{twice}' stands twice{node.start_mark}")
+                _, again, *_ = (key.start_mark for key, _ in node.value if key.value == twice)
+                raise yaml.MarkedYAMLError(problem=f"'{twice}' stands twice", problem_mark=again)
             return mapping
 
     if len(text) > _CHARACTERS:
         raise ValueError(f"more than {_CHARACTERS} characters")
     try:
         return json.loads(json.dumps(yaml.load(text, Loader)))
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{error.problem}{where}") from error
     except (yaml.YAMLError, OverflowError, TypeError) as error:  # a number; a date
         raise ValueError(error_text(error)) from error
 

@@ -76,10 +76,11 @@ def test_a_positional_argument_is_named_as_the_help_names_it() -> None:
 
 
 UNREAD = {
-    "*x": "alias *x",
-    "!!str 3": "tag tag:yaml.org,2002:str",
-    "b\nmodel: c": "'model' stands twice",
-    "[" * 12 + "]" * 12: "more than 12 levels",
+    "*x": "alias *x, line 2",
+    "!!str 3": "tag tag:yaml.org,2002:str, line 2",
+    "b\nmodel: c": "'model' stands twice, line 3",
+    "[" * 12 + "]" * 12: "more than 12 levels, line 2",
+    "b: c": "mapping values are not allowed here, line 2",
     "#" * 2**16: "more than 65536 characters",
 }
 """What follows `model: ` in a file of options, and what is said of it."""
