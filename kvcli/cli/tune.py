@@ -147,7 +147,8 @@ def _search(options: TuneOptions, bases: Sequence[Case], fitted: Sequence[Case],
     if all(row["kl_low"] is None for row in rows):
         output.warn(f"warning: {texts[1].numel()} tokens are too few for an interval: other text may lose far more")
     output.say(f"wrote {path}; for a model card: {badge}")
-    title = f"{options.model}: KL of {texts[1].numel()} tokens, caches of {tokens}; *: not that of {best.case.label}"
+    title = f"{options.model}: KL of {texts[1].numel()} tokens, caches of {tokens}; difference: to {best.case.label}; "
+    title += "*: its 95 % interval excludes 0"
     table = DataTable.of(title, [_cells(row) for row in rows], ("95 % interval", "bits K", "bits V"))
     record = {"recipe": str(path), "best": best.case.label, "badge": badge, "rows": rows}
     output.result(record, table, ["kvcli", "generate", *model_argument(options.model), "--recipe", str(path)])
@@ -163,7 +164,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "cache": size(row["cache_bytes"]),
         "KL": number(row["kl_mean"]),
         "95 % interval": "-" if low is None else f"{number(low)}-{number(high)}",
-        "KL - best": f"{number(difference, '{:+.4f}')}{'*' if row['real'] else ' '}",
+        "difference": f"{number(difference, '{:+.4f}')}{'*' if row['real'] else ' '}",
     }
 
 

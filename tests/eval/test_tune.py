@@ -179,6 +179,8 @@ def test_methods_are_compared_before_layers_are_searched(command_model: LoadedMo
     assert len(searched) == 1
     assert {"kivi", "rtn", "squat", "turboquant"} <= {x["method"] for x in records if x["held_out"]}
     assert "nothing with bits" in done.stderr or "by layer" in done.stdout
+    title = re.sub(r"\s+", " ", done.stdout.partition("┏")[0])
+    assert re.search(r"; difference: to [a-z].*; \*: its 95 % interval excludes 0 $", title)
 
 
 def test_what_cannot_be_reached_or_searched_is_refused(command_model: LoadedModel) -> None:
