@@ -148,9 +148,8 @@ def open_reader(folder: Path | None, model: str, *names: str, maker: str = "comp
 
     folder = folder or model_folder(model, "contexts")
     if not folder.is_dir():
-        others = ", as ".join(("", *sorted(str(x.parent) for x in folder.parent.glob("*/index.sqlite"))))
-        makes = f"'kvcli {maker}' makes one, --store names another"
-        raise UsageError(f"there is no store of contexts in {folder}; {makes}{others}")
+        others = ", as ".join(["names another", *sorted(str(x.parent) for x in folder.parent.glob("*/index.sqlite"))])
+        raise UsageError(f"there is no store of contexts in {folder}; 'kvcli {maker}' makes one, --store {others}")
     for name in set(names).difference(index.names(folder) if names else ()):
         raise index.no_context(folder, name)
     return ContextReader(folder)

@@ -64,7 +64,7 @@ class DataTable:
         ]
 
     def fitted(self, width: int) -> RenderableType:
-        """The table within a width, in columns of the screen: as many columns as fit, else one line per cell."""
+        """It within a width of the screen: without optional columns, else in parts, else one line per cell."""
         shown, omitted = list(self.columns), []
         for column in self.optional:
             if self.least(shown) <= width:
@@ -72,6 +72,9 @@ class DataTable:
             shown.remove(column)
             omitted.append(column)
         if self.least(shown) > width:
+            parts = self.parts(width)
+            if all(part.least(part.columns) <= width for part in parts):
+                return Group(*(part.fitted(width) for part in parts))
             lines = [Text(self.title, style="italic")]
             for name, *cells in self.rows:
                 lines.append(Text(name, style="bold"))

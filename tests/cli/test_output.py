@@ -2,11 +2,13 @@
 
 import os
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from console import invoke, result
+from rich.console import Console
 from typer.main import get_command
 
 from kvcli.cli import start
@@ -75,6 +77,16 @@ def test_columns_beyond_80_are_in_further_tables_in_a_pipe(capsys: pytest.Captur
     headings = [[x.strip() for x in line.strip("┃").split("┃")] for line in lines if line.startswith("┃")]
     assert headings == [["name", "of", "first", "second"], ["name", "of", "third"]]
     assert [line.count("2" * 30) for line in lines if line.startswith("│ a    │ y  │")] == [2, 1]
+
+
+@pytest.mark.parametrize(("width", "tables"), [(82, 1), (81, 2), (49, 2), (48, 0)])
+def test_columns_that_no_terminal_leaves_out_are_in_further_tables_there_too(width: int, tables: int) -> None:
+    """One line per cell where even two of them do not fit."""
+    table = DataTable("what", ("name", "first", "second"), [["a", "1" * 30, "2" * 38]], optional=())
+    shown = StringIO()
+    Console(file=shown, width=width).print(table.fitted(width))
+    assert max(map(len, shown.getvalue().splitlines())) <= width
+    assert (shown.getvalue().count("┏"), "2" * 38 in shown.getvalue()) == (tables, True)
 
 
 def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
