@@ -126,15 +126,15 @@ def diff(options: DiffOptions, output: Output) -> None:
     record: dict[str, Any] = compared(*options.paths) if of_records else {"rows": differences(first, second)}
     title = f"{first['path']} (A) and {second['path']} (B)"
     star = "; *: the 95 % interval of the difference excludes 0" if of_records else ""
-    table = DataTable.of(title + star, [_cells(row) for row in record["rows"]], text_columns=1 + of_records)
+    cells = [*map(_cells, record["rows"])]
+    table = DataTable.of(title + star, cells, text_columns=1 + of_records, prose=("name", "A", "B"))
     lines = [f"only in {side}: {_named(names)}" for side in "AB" if (names := record.get(f"only in {side}"))]
     shown: list[str | DataTable] = [table] if record["rows"] else [f"{title} do not differ"] * (not lines)
     output.result({"kind": first["kind"], **record}, [*shown, *lines])
 
 
 def _named(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:

@@ -150,8 +150,7 @@ def parse_yaml(text: str) -> Any:
             alias = isinstance(event, yaml.AliasEvent)
             refused = f"alias *{event.anchor}" if alias else event.tag and f"tag {event.tag}"
             if refused or self.depth == _DEPTH:
-                problem = refused or f"more than {_DEPTH} levels"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+                raise yaml.MarkedYAMLError(None, None, refused or f"more than {_DEPTH} levels", event.start_mark)
             self.depth += 1
             node: yaml.Node | None = super().compose_node(parent, index)
             self.depth -= 1
@@ -162,7 +161,7 @@ def parse_yaml(text: str) -> Any:
             if len(mapping) < len(node.value):
                 twice = Counter(key.value for key, _ in node.value).most_common(1)[0][0]
                 _, again, *_ = (key.start_mark for key, _ in node.value if key.value == twice)
-                raise yaml.MarkedYAMLError(problem=f"'{twice}' stands twice", problem_mark=again)
+                raise yaml.MarkedYAMLError(None, None, f"'{twice}' stands twice", again)
             return mapping
 
     if len(text) > _CHARACTERS:

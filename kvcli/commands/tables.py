@@ -64,14 +64,14 @@ class DataTable:
         ]
 
     def fitted(self, width: int) -> RenderableType:
-        """It within a width of the screen: without optional columns, else in parts, else one line per cell."""
-        shown, omitted = list(self.columns), []
+        """It within a width of the screen: with fewer columns, else broken words, else in parts or a line per cell."""
+        shown = list(self.columns)
         for column in self.optional:
             if self.least(shown) <= width:
                 break
             shown.remove(column)
-            omitted.append(column)
-        if self.least(shown) > width:
+        word = None if self.least(shown) <= width else 24  # of a path or a digest in prose
+        if self.least(shown, word) > width:
             parts = self.parts(width)
             if all(part.least(part.columns) <= width for part in parts):
                 return Group(*(part.fitted(width) for part in parts))
@@ -81,33 +81,34 @@ class DataTable:
                 lines += [Text(f"  {column}: {cell}") for column, cell in zip(self.columns[1:], cells, strict=True)]
             return Group(*lines)
         table = Table(title=Text(self.title, style="table.title"), title_justify="left", caption_justify="left")
-        if omitted:
+        if omitted := [x for x in self.optional if x not in shown]:
             table.caption = f"left out for lack of width: {', '.join(omitted)}; --json has all"
-        widths = {column: self._shortest(column) for column in shown}
-        for _ in range(width - self.least(shown)):  # prose is broken so that its columns are about as long
+        widths = {column: self._shortest(column, word) for column in shown}
+        for _ in range(width - self.least(shown, word)):  # prose is broken so that its columns are about as long
             broken = [column for column in shown if widths[column] < self._natural(column)]
             if not broken:
                 break
             widths[max(broken, key=lambda column: self._natural(column) / widths[column])] += 1
         for column in shown:
-            is_text = self.columns.index(column) < self.text_columns
-            table.add_column(Text(column), justify="left" if is_text else "right", width=widths[column])
+            text = self.columns.index(column) < self.text_columns
+            table.add_column(Text(column), justify="left" if text else "right", width=widths[column], overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(row[self.columns.index(column)]) for column in shown))
         return table
 
-    def least(self, shown: Sequence[str]) -> int:
-        """The columns of the screen that these columns take, prose broken."""
-        return 1 + sum(self._shortest(column) + _PADDING for column in shown)
+    def least(self, shown: Sequence[str], word: int | None = None) -> int:
+        """The columns of the screen that these columns take, prose broken, its words after `word` characters."""
+        return 1 + sum(self._shortest(column, word) + _PADDING for column in shown)
 
     def _natural(self, column: str) -> int:
         return max(map(cell_len, self._cells(column)))
 
-    def _shortest(self, column: str) -> int:
+    def _shortest(self, column: str, word: int | None) -> int:
         """The width below which a cell would be cut: that of its longest word, or its whole width."""
         if column not in self.prose:
             return self._natural(column)
-        return max(cell_len(word) for cell in self._cells(column) for word in cell.split() or [""])
+        longest = max(cell_len(x) for cell in self._cells(column) for x in cell.split() or [""])
+        return min(longest, word or longest)
 
     def _cells(self, column: str) -> list[str]:
         return [column, *(row[self.columns.index(column)] for row in self.rows)]

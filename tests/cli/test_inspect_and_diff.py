@@ -12,6 +12,8 @@ from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.artifact.recipe import Recipe
 from kvcli.calibrate.parts import PARTS
+from kvcli.cli.inspect import shown as lines_of
+from kvcli.commands.tables import DataTable
 from kvcli.contexts import ContextStore
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.registry import get_method
@@ -57,6 +59,8 @@ def test_an_artifact_tells_its_bits_bytes_errors_and_origin(artifact: Path) -> N
     label = get_method("commvq").fit_metrics["key_nmse"]
     assert facts["layers"][label] == [layer["key_nmse"] for layer in made.metadata["layers"]]
     shown = result("inspect", str(artifact)).stdout
+    narrow = [x.least(x.columns, 24) for x in lines_of(facts) if isinstance(x, DataTable)]
+    assert max(narrow) <= 80  # of a terminal
     says(shown, "stored bits per key", "  head 1", "not recorded")
     says(shown, *f"{label} key codebook rows that no training vector uses".split())  # broken to 80 columns
 
