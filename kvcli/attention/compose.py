@@ -81,7 +81,8 @@ def compose(
     progress: Progress = no_progress,
 ) -> Composed:
     """As `Session.compose`."""
-    check_composable(session)
+    if len(contexts) != 1:
+        check_composable(session)
     starts = [start_of(context.notes) for context in contexts] if starts is None else [*starts]
     if not contexts or len(starts) != len(contexts) or not 0 <= repair <= 1:
         raise UsageError(f"compose takes contexts, starts of all, and a share from 0 to 1, not {repair}")

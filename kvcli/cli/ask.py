@@ -84,20 +84,9 @@ def run(options: AskOptions, output: Output) -> None:
             before = f", {reused} of them before" if reused else ""
             output.say(f"{names}: {count} tokens read in {read_s:.1f} s{before}; kept in {store.folder}")
         generation = document.ask(question, options.sampling(), seed=options.seed, write=output.write)
-        _end(generation, session, options, output)
-        record = {
-            "model": options.model,
-            "method": method_name(session.method.name, dict(session.config)),
-            "files": [str(file) for file in options.files],
-            "question": question,
-            "store": str(store.folder),
-            "context": document.name,
-            "document_tokens": count,
-            "read_tokens": count - reused,
-            "read_s": read_s,
-            **generation.to_dict(),
-        }
-    output.result(record)
+        read = {"document_tokens": count, "read_tokens": count - reused, "read_s": read_s}
+        asked = {"files": [str(file) for file in options.files], "context": document.name, **read}
+        _end(generation, session, options, output, asked | {"question": question, "store": str(store.folder)})
 
 
 def _ask_library(options: AskOptions, name: str, question: str, output: Output) -> None:
@@ -129,24 +118,13 @@ def _ask_library(options: AskOptions, name: str, question: str, output: Output) 
         again = f", {composed.reread} of them read again" if composed.reread else ""
         output.say(f"{', '.join(names[:fit])}: {count} tokens{again}, side by side in {compose_s:.1f} s")
         generation = library.ask(question, composed, options.sampling(), seed=options.seed, write=output.write)
-        _end(generation, session, options, output)
-        record = {
-            "model": options.model,
-            "method": method_name(session.method.name, dict(session.config)),
-            "library": name,
-            "documents": names[:fit],
-            "question": question,
-            "store": str(store.folder),
-            "document_tokens": count,
-            "reread_tokens": composed.reread,
-            "compose_s": compose_s,
-            **generation.to_dict(),
-        }
-    output.result(record)
+        read = {"document_tokens": count, "reread_tokens": composed.reread, "compose_s": compose_s}
+        asked = {"library": name, "documents": names[:fit], **read}
+        _end(generation, session, options, output, asked | {"question": question, "store": str(store.folder)})
 
 
-def _end(generation: Generation, session: Session, options: AskOptions, output: Output) -> None:
-    """Ends a streamed answer, and says what is unusual about it."""
+def _end(generation: Generation, session: Session, options: AskOptions, output: Output, asked: dict[str, Any]) -> None:
+    """Ends a streamed answer, and says what is unusual about it, and what was asked."""
     output.write("\n")
     if generation.new_tokens == 1 and not generation.text:
         output.warn("warning: the model's first token is the one that ends its answer; put the question otherwise")
@@ -154,6 +132,8 @@ def _end(generation: Generation, session: Session, options: AskOptions, output: 
         output.say(f"the answer ends after {generation.new_tokens} tokens; --max-new-tokens lets it be longer")
     if options.stats:
         output.warn(describe_generation(generation, session))
+    method = method_name(session.method.name, dict(session.config))
+    output.result({"model": options.model, "method": method, **asked, **generation.to_dict()})
 
 
 def _question(options: AskOptions) -> str:

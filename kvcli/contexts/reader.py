@@ -252,12 +252,12 @@ def check_index(db: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError(said)
 
 
-def documents_of(store: ContextReader, library: str, say: Say = say_nothing) -> dict[str, StoredContext]:
-    """The documents of a library that were read to their end, by name in order; of two, the last used."""
+def documents_of(store: ContextReader, library: str | None, say: Say = say_nothing) -> dict[str, StoredContext]:
+    """Documents that were read to their end, of a library, or of none by context, in order; of two, the last used."""
     found: dict[str, StoredContext] = {}
     for stored in store.contexts(say):
         notes, count = stored.record.notes, stored.record.num_tokens
-        name, start = str(notes.get(DOCUMENT)), start_of(notes)
+        name, start = stored.name if library is None else str(notes.get(DOCUMENT)), start_of(notes)
         if notes.get(LIBRARY) == library and notes.get(TOKENS) == count and 0 <= start < count and name.isprintable():
             found.setdefault(name, stored)
     return dict(sorted(found.items()))

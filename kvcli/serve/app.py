@@ -34,7 +34,7 @@ from kvcli.serve.grammar import JsonGrammars
 from kvcli.serve.jobs import Cancelled, Job, JobThread
 from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 from kvcli.serve.responses import ResponseForm, ResponsesBody
-from kvcli.text.document import around
+from kvcli.text.document import BLANK_LINE, around
 from kvcli.text.prompts import chat_text, ids_of_text, prompt_ids
 
 _BODY_BYTES_PER_TOKEN = 64
@@ -157,22 +157,18 @@ class Server:
 
     def _documents(self, body: ChatBody, question: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """Token ids of documents and a question about them, and the names of their contexts."""
-        self.engine.check_documents()
         store, identity = self.engine.contexts.store, identity_of(self.engine.session, self.loaded.tokenizer)
-        assert store is not None
-        known, ids = documents_of(store, str(body.library)), list[torch.Tensor]()
-        if not known:
-            raise UsageError(f"{store.folder}, the store of this server, has no library '{str(body.library)[:80]}'")
+        if store is None or not self.engine.takes_documents:
+            raise UsageError("documents need a store, and a server that answers one request at a time: --max-batch 1")
+        known, ids = documents_of(store, body.library), list[torch.Tensor]()
         for name in body.documents:
             if name not in known:
-                raise UsageError(f"library '{str(body.library)[:80]}' has no document '{name[:80]}'")
-            try:
-                tokens = store.token_ids(store.whole(known[name].name, identity).context)
-            except ContextError as error:
-                raise UsageError(str(error)) from error
+                said = f"'{name[:80]}'" + (f" of library '{body.library[:80]}'" if body.library is not None else "")
+                raise UsageError(f"{store.folder}, the store of this server, has no document {said}")
+            tokens = store.token_ids(store.whole(known[name].name, identity).context)
             ids.append(tokens[start_of(known[name].record.notes) if ids else 0 :])
         after = around(self.loaded, question, variables=body.chat_template_kwargs)[1]
-        asked = ids_of_text(self.loaded, after)[0].cpu()
+        asked = ids_of_text(self.loaded, BLANK_LINE * (body.library is None) + after)[0].cpu()
         return torch.cat((*ids, asked)).unsqueeze(0), tuple(known[name].name for name in body.documents)
 
     async def _complete(self, request: Request, owner: str) -> Response:
@@ -191,7 +187,7 @@ class Server:
         """What is made of a text, apart from the thread that serves: long texts take a while."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenize, make)
-        except (UsageError, ModelError) as error:
+        except (UsageError, ModelError, ContextError) as error:
             raise ApiError(400, str(error), param) from error
 
     async def _answer(
@@ -273,8 +269,8 @@ class Server:
             _cancel(jobs)
 
     async def _models(self, request: Request, owner: str) -> Response:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvcli"}
-        model["max_model_len"] = self.max_model_len
+        limit = self.max_model_len
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvcli", "max_model_len": limit}
         if "name" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]}, headers=self.headers)
         if request.path_params["name"] != self.name:

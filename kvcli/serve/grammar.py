@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcli.errors import ModelError, UsageError
+from kvcli.errors import UsageError
+from kvcli.serve.requests import ApiError
 
 _WHITESPACE = r"( |\n {0,16})?"
 """Between parts of JSON: without a limit, small models write nothing else."""
+
+_MOST_ITEMS, _MOST_PATTERNS = 10_000, 12
+"""Of `minItems` and `maxItems` together, which take memory each; of patterns of texts, each of which may double it."""
 
 
 class Grammar:
@@ -29,9 +33,10 @@ class Grammar:
         return logits.masked_fill(bits.to(logits.device) == 0, -torch.inf)
 
     def take(self, token: int) -> bool:
-        """Goes on with a token, and returns whether nothing can follow; ModelError: it cannot be the next one."""
+        """Goes on with a token, and returns whether nothing can follow; ApiError: llguidance gives the schema up."""
         if not self._matcher.consume_token(token):
-            raise ModelError(f"the answer cannot be JSON of its schema: {self._matcher.get_error()}")
+            reason = f"the schema is too complex to be followed: {_error(self._matcher)}"
+            raise ApiError(400, reason, "response_format")
         return bool(self._matcher.is_stopped())
 
 
@@ -52,10 +57,11 @@ class JsonGrammars:
             from llguidance import LLMatcher
         except ImportError as error:
             raise UsageError("response_format needs llguidance: pip install 'kvcli[serve]'") from error
+        _check_size(schema)
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE})
         matcher = LLMatcher(self._of_llguidance, grammar)
         if matcher.get_error():
-            raise UsageError(f"the schema is not understood: {matcher.get_error()}")
+            raise UsageError(f"the schema is not understood: {_error(matcher)}")
         return [Grammar(matcher.deep_copy()) for _ in range(count)]
 
     @cached_property
@@ -66,3 +72,29 @@ class JsonGrammars:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None)
         except Exception as error:
             raise UsageError(f"llguidance does not take this tokenizer: {error}") from error
+
+
+def _error(matcher: Any) -> str:
+    """Without the state of the parser and the whole schema, which follow."""
+    return " ".join(str(matcher.get_error()).partition("<state>")[0].split())[:500]
+
+
+def _check_size(schema: Any) -> None:
+    """Raises UsageError for a schema that would take llguidance all memory."""
+    objects = [*_objects(schema)]
+    items = sum(abs(x[name]) for x in objects for name in ("minItems", "maxItems") if isinstance(x.get(name), int))
+    merging, texts = {"allOf", "anyOf", "oneOf", "$ref"}, {"pattern", "format"}
+    copies = sum(len(x[name]) if isinstance(x[name], list) else 1 for x in objects for name in merging & x.keys())
+    if items * (1 + copies / 100) > _MOST_ITEMS:  # merged schemas have items of their own
+        raise UsageError(f"the schema has {items} minItems and maxItems together, of at most {_MOST_ITEMS}")
+    patterns = sum(len(texts & x.keys()) for x in objects)
+    if patterns > _MOST_PATTERNS and any("allOf" in x or (texts & x.keys() and merging & x.keys()) for x in objects):
+        raise UsageError(f"the schema merges texts of {patterns} patterns, of at most {_MOST_PATTERNS}")
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in plain JSON."""
+    if isinstance(value, dict):
+        yield value
+    for x in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(x)

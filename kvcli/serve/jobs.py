@@ -18,7 +18,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts import ContextStore
-from kvcli.errors import UsageError, error_text
+from kvcli.errors import error_text
 from kvcli.progress import Say, say_nothing
 from kvcli.registry import method_name
 from kvcli.serve.answers import Answer
@@ -90,8 +90,10 @@ class JobThread(ABC):
         reading: how prompts are read, on which contexts depend.
         method: with its bits.
         bits: per value of what is encoded.
+        takes_documents: whether prompts can begin with contexts that they name.
     """
 
+    takes_documents = False
     max_length: int
     reading: str
 
@@ -115,10 +117,6 @@ class JobThread(ABC):
         self.metrics.of_vllm(Gauge, "num_requests_waiting").set_function(lambda: self.num_waiting)
         self.metrics.of_vllm(Gauge, "num_requests_running").set_function(lambda: len(self._unended) - self.num_waiting)
         self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
-
-    def check_documents(self) -> None:
-        """Raises UsageError where prompts cannot begin with documents side by side."""
-        raise UsageError("documents stand side by side where one request is answered at a time: --max-batch 1")
 
     @property
     def num_waiting(self) -> int:

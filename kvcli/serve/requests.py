@@ -264,7 +264,8 @@ class ChatBody(Body):
     """Body of `/v1/chat/completions`.
 
     Attributes:
-        library, documents: kept documents that the only message asks about, side by side in this order.
+        library, documents: kept documents that the only message asks about, side by side in this order; without a
+            library one, by the name of its context.
         repair: share of their tokens that is read again, see `Session.compose`.
     """
 
@@ -297,8 +298,8 @@ class ChatBody(Body):
     @field_validator("documents")
     @classmethod
     def _are_asked_about(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        if bool(names) != (info.data.get("library") is not None):
-            raise ValueError("documents are named with their library")
+        if bool(names) != (info.data.get("library") is not None) and len(names) != 1:
+            raise ValueError("documents are named with their library, or one by its context")
         messages = info.data.get("messages", [])
         if names and (len(messages) != 1 or messages[0].role != "user" or info.data.get("tools")):
             raise ValueError("documents go with one message, of the user, and no tools")

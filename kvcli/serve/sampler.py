@@ -36,7 +36,7 @@ class Sampler:
         """Goes on with a token that was chosen by logits [1, vocab_size].
 
         Returns what the model says of it and of the most probable ones, if that is asked for, and whether nothing can
-        follow it; ModelError: it is none that the grammar allows.
+        follow it; ApiError: as of `Grammar.take`.
         """
         told, grammar = None, self._job.grammar
         if (count := self._job.num_logprobs) is not None:

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from kvcli.attention.compose import check_composable
 from kvcli.attention.generation import prefill
 from kvcli.attention.session import Session
 from kvcli.errors import CacheError, ContextError, KvcliError, ModelError, UsageError
@@ -48,7 +47,7 @@ class SequentialEngine(JobThread):
         super().__init__(name, session, loaded.tokenizer, **others)
         self.max_length = max_model_len or loaded.spec.max_position_embeddings
         self.prefixes = Prefixes(session, self.contexts, hot_bytes)
-        self.reading = self.prefixes.reading
+        self.reading, self.takes_documents = self.prefixes.reading, True
         self.metrics.hot_bytes.set_function(lambda: self.prefixes.hot_bytes)
         self._thread.start()
 
@@ -67,15 +66,9 @@ class SequentialEngine(JobThread):
         return True
 
     def _fail(self, jobs: Collection[Job], error: Exception) -> None:
-        if not isinstance(error, Cancelled | KvcliError):  # memory above all, which what is kept takes
+        if not isinstance(error, Cancelled | KvcliError | ApiError):  # memory above all, which what is kept takes
             self.prefixes.hot.clear()
         super()._fail(jobs, error)
-
-    def check_documents(self) -> None:
-        """As that of `JobThread`, and where there is no store."""
-        check_composable(self.session)
-        if self.contexts.store is None:
-            raise UsageError("this server has no store of contexts")
 
     def _beside(self, job: Job) -> Prefix:
         """The cache of a prompt's documents side by side, which is not kept."""

@@ -104,9 +104,7 @@ class Library:
         try:
             import bm25s  # type: ignore[import-untyped]
         except ImportError as error:
-            raise UsageError(
-                "documents are chosen by the package bm25s: pip install 'kvcli[library]', or name them"
-            ) from error
+            raise UsageError("bm25s chooses documents: pip install 'kvcli[library]', or name them") from error
         documents, options = self.documents(), {"stopwords": None, "show_progress": False, "token_pattern": r"\w+"}
         texts = bm25s.tokenize([self.text(x) for x in documents.values()], **options)
         words = bm25s.tokenize([question], **options)

@@ -88,7 +88,7 @@ def chat_text(
     tokenizer: Any = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{loaded.name} has no chat template: it continues texts, as 'kvcli generate' lets it")
-    if taken := variables and signature(tokenizer.apply_chat_template).parameters.keys() & variables.keys():
+    if taken := {"messages", "self", *signature(tokenizer.apply_chat_template).parameters} & {*(variables or ())}:
         raise UsageError(f"'{min(taken)}' is no variable of a chat template")
     try:
         options = {"add_generation_prompt": to_reply, "tools": tools}

@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
 import torch
-from served import Served, serving, serving_together
+from served import Served, serving, serving_together, until
 
 from kvcli.attention.generation import SamplingConfig
-from kvcli.text.document import BLANK_LINE
+from kvcli.errors import ContextError
+from kvcli.text.document import BLANK_LINE, Document
 from kvcli.text.library import Library
 
 TEXTS = {"whale": "Call me Ishmael. I thought I would see the sea.", "times": "It was the best of times."}
@@ -40,11 +42,42 @@ def test_a_request_asks_about_documents(served: Served) -> None:
     assert fast.usage.prompt_tokens_details.cached_tokens == ids.shape[1] - len("Who?</s><assistant>") + 3
 
 
+def test_contexts_of_ask_are_found_by_name_and_those_of_serve_by_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a method whose documents stand beside no others; an answer depends on what the request names."""
+    text, question = TEXTS["whale"] * 3, "Who?"
+    with serving(tmp_path) as served:
+        document = Document(served.loaded, served.session, text, store=tmp_path, prefill_chunk=64)
+        document.read()
+        before = served.chat(text + BLANK_LINE + question, 12)
+        assert before.usage.prompt_tokens_details.cached_tokens == 0
+        answer = served.chat(question, 12, extra_body={"documents": [document.name]})
+        assert answer.choices[0].message.content == document.ask(question, SamplingConfig(12)).text.rstrip("\ufffd")
+        assert answer.usage.prompt_tokens == before.usage.prompt_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens == document.ids.shape[1]
+        until(lambda: len(served.engine.contexts.store.names()) == 2)  # type: ignore[union-attr]
+        (other,) = {*served.engine.contexts.store.names()} - {document.name}  # type: ignore[union-attr]
+        for name in (other, "none"):
+            with pytest.raises(openai.BadRequestError, match=f"{tmp_path}, the store of this server, has no document"):
+                served.chat(question, extra_body={"documents": [name]})
+        monkeypatch.setattr(served.session, "compose", Mock(side_effect=ContextError("of others")))
+        with pytest.raises(openai.BadRequestError, match="of others"):
+            served.chat(question, extra_body={"documents": [document.name]})
+        assert served.engine.prefixes.hot  # type: ignore[attr-defined]
+        served.engine.contexts.store.remove(document.name)  # type: ignore[union-attr]
+        again = Document(served.loaded, served.session, text, store=tmp_path, prefill_chunk=64)
+        again.read()
+        assert again.reused_tokens > 100
+    with serving(tmp_path, method="fp16") as served, pytest.raises(openai.BadRequestError, match="with method 'rtn'"):
+        served.chat(question, extra_body={"documents": [again.name]})
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"documents": ["sea"]}, "library 'books' has no document 'sea'"),
-        ({"library": "others"}, "{store}, the store of this server, has no library 'others'"),
+        ({"documents": ["sea"]}, "has no document 'sea' of library 'books'"),
+        ({"library": "others"}, "{store}, the store of this server, has no document 'times' of library 'others'"),
         ({"library": None}, "documents are named with their library"),
         ({"documents": []}, "documents are named with their library"),
         ({"repair": 2}, "repair: "),

@@ -228,7 +228,36 @@ def test_requests_that_cannot_be_met_are_refused_by_name(served: Served) -> None
     assert "it goes with no tools" in refused(response_format={"type": "json_object"}, tools=tools)[1]
     assert refused(top_logprobs=2) == ("top_logprobs", "top_logprobs: it needs logprobs")
     assert refused(n=9)[0] == "n"
-    assert "is no variable of a chat template" in refused(chat_template_kwargs={"chat_template": "x"})[1]
+    for name in ("chat_template", "messages", "self"):
+        assert f"'{name}' is no variable of a chat template" in refused(chat_template_kwargs={name: "x"})[1]
+
+
+PROPERTIES = {f"a{i}": {"type": "string"} for i in range(600)}
+
+
+@pytest.mark.parametrize(
+    ("of_json", "said"),
+    [
+        ({"type": "array", "minItems": 10_001}, "the schema has 10001 minItems and maxItems together"),
+        ({"properties": {x: {"maxItems": 20} for x in PROPERTIES}}, "12000 minItems"),
+        ({"$defs": {"a": {"maxItems": 5000}}, "anyOf": [{"$ref": "#/$defs/a"}] * 200}, "5000 minItems"),
+        ({"allOf": [{"type": "string", "pattern": f"{i}"} for i in range(13)]}, "texts of 13 patterns"),
+        ({"$ref": "#/$defs/a", "format": "date", "$defs": {"a": {"enum": [{"pattern": "x"}] * 12}}}, "13 patterns"),
+        ({"type": "object", "properties": PROPERTIES}, "too complex to be followed: Parser Error: Current row has "),
+        ({"type": "object", "properties": {x: {"type": "string", "pattern": "x"} for x in list(PROPERTIES)[:20]}}, ""),
+    ],
+)
+def test_schemas_beyond_memory_or_parser_are_refused_by_name(served: Served, of_json: Any, said: str) -> None:
+    """And not with an error of the server, or all of the schema once more."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": of_json}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": wanted, "max_tokens": 4}
+    answer = served.ask("/v1/chat/completions", body)
+    assert answer.status == (400 if said else 200)
+    if said:
+        error = answer.error()
+        assert error["param"] == "response_format"
+        assert said in error["message"]
+        assert len(error["message"]) < 300
 
 
 def test_variables_of_a_chat_template_are_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
