@@ -311,14 +311,14 @@ class ContinuousEngine(JobThread):
     def _take(self, request: Request, token: int, logits: Tensor) -> None:
         """Gives a request its next token, which was chosen by logits [vocab_size].
 
-        Its text follows while a GPU is busy with the next pass, if there is one.
+        Its text, but that of the first one, follows while a GPU is busy with the next pass, if there is one.
         """
         request.token, answer = token, request.job.answer
         with self._ending(request):
             told, is_over = request.sampler.take(token, logits.unsqueeze(0))
             self._untold.append((request, told, is_over))
             is_last = is_over or token in answer.ends or answer.num_tokens + 1 >= answer.max_tokens
-            if is_last or self.model.captured is None:
+            if is_last or not answer.num_tokens or self.model.captured is None:
                 self._tell()
 
     def _tell(self) -> None:
