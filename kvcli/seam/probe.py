@@ -119,6 +119,8 @@ class _Probe:
 
     def __init__(self, model: Any, implementation: str | None, config: Any) -> None:
         self.model, self.implementation, self.config = model, implementation, config
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise NotUnderstood("it has an encoder beside its decoder (is_encoder_decoder)")
         try:
             self.own_cache = DynamicCache(config=model.config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

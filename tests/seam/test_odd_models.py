@@ -10,7 +10,7 @@ from factories import WINDOW, load, make_model
 from families import make, tiny_config
 from odd_models import POSITIONS, REFUSED, RIGHT, with_attention, with_positions
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -113,6 +113,14 @@ def test_positions_that_begin_after_that_of_padding_are_refused(family: str) -> 
         kvcli.attach(make(family, is_decoder=True), "fp16")
     with torch.device("meta"), pytest.raises(UnsupportedModelError, match="do not count from 0"):
         probe(AutoModelForCausalLM.from_config(tiny_config(family, is_decoder=True)))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "pegasus", "m2m_100"])
+def test_a_model_with_an_encoder_is_refused_as_one(family: str) -> None:
+    """Some cannot run on tokens alone, some attend to all of them in the encoder; that says nothing to who reads it."""
+    model = AutoModelForSeq2SeqLM.from_config(tiny_config(family))
+    with pytest.raises(UnsupportedModelError, match=f"'{family}' cannot be compressed: it has an encoder"):
+        kvcli.attach(model, "fp16")
 
 
 def test_a_model_without_a_head_or_whose_config_counts_no_layers_is_refused() -> None:
