@@ -133,15 +133,12 @@ def _shuffled(config: CorpusConfig) -> Iterator[tuple[str, Any]]:
     import datasets
 
     datasets.disable_progress_bars()
+    check_dataset(config.source, config.revision)
+    version = {"split": config.split, "revision": config.revision}
     try:
-        check_dataset(config.source, config.revision)
-        data = datasets.load_dataset(
-            config.source, config.name, split=config.split, revision=config.revision, streaming=True
-        )
+        data = datasets.load_dataset(config.source, config.name, **version, streaming=True)
         for record in data.shuffle(seed=config.seed, buffer_size=_SHUFFLE_BUFFER):
             yield f"a row of '{config.source}'", record
-    except CorpusError:
-        raise
     except Exception as error:  # datasets raises errors of a dozen libraries below it
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         advice = " (offline? pass a local file or folder with --corpus)"
@@ -191,12 +188,8 @@ def _local_files(config: CorpusConfig) -> list[Path]:
         if len(kinds) > 1:
             raise CorpusError(f"{path} holds {' and '.join(kinds.values())} files; keep one format in the folder")
         return files
-    if (
-        config.source.count("/") != 1
-        or config.source.startswith((".", "/", "~"))
-        or format_of(path)
-        or path.is_symlink()
-    ):
+    is_local = config.source.startswith((".", "/", "~")) or format_of(path) or path.is_symlink()
+    if is_local or config.source.count("/") != 1:
         raise CorpusError(f"no such file or folder: {config.source}")
     return []
 
@@ -226,6 +219,20 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(whole[:start])
 
 
+def bare_ids(tokenizer: Any, text: str, follows: bool = False) -> list[int]:
+    """Token ids of a text without a token that begins it, also where it is longer than a model's context.
+
+    Some tokenizers put a space before every text; a text that `follows` another one has its tokens without.
+    """
+    for before in ("\n", ":", "") if follows else ("",):  # where it would be part of the text's first token, another
+        first, ids = (
+            tokenizer(x, add_special_tokens=False, verbose=False)["input_ids"] for x in (before, before + text)
+        )
+        if ids[: len(first)] == first:
+            break
+    return list(ids[len(first) :])
+
+
 def token_sequences(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_sequences: int, seq_len: int, option: str = "seq_len"
 ) -> Tensor:
@@ -250,8 +257,7 @@ def token_sequences(
             if stop < len(text):  # cut before a space or line break, where tokens end
                 cut = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
                 stop = cut if cut > start else stop
-            # a piece longer than the model's context is no mistake here: it is cut into sequences
-            tokens.extend(tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"])
+            tokens.extend(bare_ids(tokenizer, text[start:stop], follows=start > 0))
             start = stop
         tokens.extend(separator)
         if len(tokens) >= num_tokens:

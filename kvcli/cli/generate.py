@@ -155,7 +155,7 @@ def _begin(
     check_tokenizer(loaded, context)
     cached = torch.as_tensor(context.input_ids).clone()
     if not options.chat:
-        ids = torch.cat((cached.to(loaded.model.device), ids_of_text(loaded, prompt)), dim=1)
+        ids = torch.cat((cached.to(loaded.model.device), ids_of_text(loaded, prompt, follows=True)), dim=1)
     else:
         conversation = Rendered.from_notes(context.notes, cached, context.name)
         ids = conversation.followed_by(loaded, {"role": "user", "content": prompt}).ids

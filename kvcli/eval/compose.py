@@ -100,7 +100,7 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: ComposeOpti
                 text.insert(at, f"The access code of the {place} is {value}.")
             documents.append(ids_of_text(loaded, before + " ".join(text) + BLANK_LINE))
         question = around(loaded, f"What is the access code of the {asked}?")[1] + f"The access code of the {asked} is"
-        ids = ids_of_text(loaded, question), ids_of_text(loaded, f" {values[asked]}")
+        ids = ids_of_text(loaded, question, follows=True), ids_of_text(loaded, f" {values[asked]}", follows=True)
         made.append(Asked(documents, start, *ids, values[asked], task, index))
     return made
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import MemoryReport
+from kvcli.calibrate.corpus import bare_ids
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval.records import PromptUnit
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
@@ -46,12 +47,8 @@ def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -
 
     Attention within a pass is in full precision. Returns the last hidden states, [1, time, hidden_size].
     """
-    tokens = torch.tensor([list(ids)], device=model.device)
-    states = [
-        backbone(model)(input_ids=part, **with_cache(cache)).last_hidden_state
-        for part in tokens.split(chunk or len(ids), dim=1)
-    ]
-    return torch.cat(states, dim=1)
+    parts, base = torch.tensor([list(ids)], device=model.device).split(chunk or len(ids), dim=1), backbone(model)
+    return torch.cat([base(input_ids=part, **with_cache(cache)).last_hidden_state for part in parts], dim=1)
 
 
 def greedy(
@@ -116,12 +113,10 @@ def continuations(
     ranks = joined_ranks()
     with case.attached(loaded, reporter) as session, reporter.progress(case.label, len(prompts), "prompts") as advance:
         new_cache: NewCache = DynamicCache if session is None else session.new_cache
+        go_on = partial(greedy, loaded, new_cache, stop=stop, session=session)
 
         def run(index: int) -> tuple[list[int], MemoryReport | None]:
-            ended = partial(done, index)
-            tokens, cache = greedy(
-                loaded, new_cache, prompts[index], max_new_tokens, stop=stop, done=ended, session=session
-            )
+            tokens, cache = go_on(prompts[index], max_new_tokens, done=partial(done, index))
             advance(ranks.count)
             return tokens, cache.memory() if case.compressed else None
 
@@ -181,9 +176,8 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
     """
     if chat:
         return chat_in_pieces(loaded, [{"role": "user", "content": f"{text}{_BOUNDARY}{question}"}], question, answer)
-    tokenizer: Any = loaded.tokenizer
-    following = f"{question}{_BOUNDARY}{answer}"
-    return ids_to_continue(tokenizer, text + _BOUNDARY), tokenizer(following, add_special_tokens=False)["input_ids"]
+    asked = bare_ids(loaded.tokenizer, f"{question}{_BOUNDARY}{answer}", follows=True)
+    return ids_to_continue(loaded.tokenizer, text + _BOUNDARY), asked
 
 
 def chat_in_pieces(
@@ -195,12 +189,11 @@ def chat_in_pieces(
 
     ModelError: a chat template that fails or that changes the message.
     """
-    tokenizer: Any = loaded.tokenizer
     before, found, after = chat_text(loaded, messages, tools=tools).partition(question)
     if not found or question in after:
         raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
-    first, second = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (before, found + after + answer))
-    return first, second
+    first = bare_ids(loaded.tokenizer, before)
+    return first, bare_ids(loaded.tokenizer, found + after + answer, follows=True)
 
 
 def sentences(loaded: LoadedModel, texts: Iterable[str], tokens: int, seed: int) -> list[tuple[str, int]]:

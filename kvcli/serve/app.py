@@ -168,7 +168,7 @@ class Server:
             tokens = store.token_ids(store.whole(known[name].name, identity).context)
             ids.append(tokens[start_of(known[name].record.notes) if ids else 0 :])
         after = around(self.loaded, question, variables=body.chat_template_kwargs)[1]
-        asked = ids_of_text(self.loaded, BLANK_LINE * (body.library is None) + after)[0].cpu()
+        asked = ids_of_text(self.loaded, BLANK_LINE * (body.library is None) + after, follows=True)[0].cpu()
         return torch.cat((*ids, asked)).unsqueeze(0), tuple(known[name].name for name in body.documents)
 
     async def _complete(self, request: Request, owner: str) -> Response:

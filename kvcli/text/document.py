@@ -101,7 +101,7 @@ class Document:
     def prompt(self, question: str, new_tokens: int) -> Tensor:
         """Tokens [1, time] of document and question; UsageError: too many, with `new_tokens` of an answer."""
         after = BLANK_LINE * (not self._beside_others) + around(self.loaded, question, self.text)[1]
-        ids = torch.cat((self.ids, ids_of_text(self.loaded, after)), dim=1)
+        ids = torch.cat((self.ids, ids_of_text(self.loaded, after, follows=True)), dim=1)
         limit, others = self.loaded.spec.max_position_embeddings, ids.shape[1] - self.ids.shape[1] + new_tokens
         if self.ids.shape[1] + others > limit:
             raise UsageError(

@@ -139,7 +139,7 @@ class Library:
 
     def question(self, question: str) -> Tensor:
         """Token ids [1, time] of a question and of the beginning of a reply."""
-        return ids_of_text(self.loaded, around(self.loaded, question)[1])
+        return ids_of_text(self.loaded, around(self.loaded, question)[1], follows=True)
 
     def ask(
         self,

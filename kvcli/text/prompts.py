@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvcli.calibrate.corpus import bare_ids
 from kvcli.errors import ModelError, UsageError, error_text
 from kvcli.models.load import LoadedModel, rendered
 from kvcli.progress import Say, say_nothing
@@ -30,36 +31,34 @@ def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_noth
     if chat:
         return ids_of_text(loaded, chat_text(loaded, [{"role": "user", "content": prompt}]))
     tokenizer: Any = loaded.tokenizer
-    ids = ids_to_continue(tokenizer, prompt)
-    if not ids:
-        ids = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
-    if ids[0] is None:
+    begins = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
+    if not (ids := ids_to_continue(tokenizer, prompt) or begins):
         raise UsageError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
     return _as_tensor(loaded, ids)
 
 
 def ids_to_continue(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text with its beginning, but without the end that some tokenizers put after every text."""
-    ids = _token_ids(tokenizer, text)
+    ids = list(tokenizer(_utf8(text))["input_ids"])
     is_ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if is_ended else ids
 
 
-def ids_of_text(loaded: LoadedModel, text: str) -> Tensor:
-    """Token ids [1, time] of a text alone, without a token that begins it.
+def ids_of_text(loaded: LoadedModel, text: str, follows: bool = False) -> Tensor:
+    """Token ids [1, time] of a text without a token that begins it; `follows` as of `bare_ids`.
 
     UsageError: a text without a token, or that is not UTF-8; ModelError: token ids that the model has no embedding for.
     """
-    ids = _token_ids(loaded.tokenizer, text, add_special_tokens=False)
+    ids = bare_ids(loaded.tokenizer, _utf8(text), follows)
     if not ids:
         raise UsageError("the prompt is empty; a context is gone on from with one token or more")
     return _as_tensor(loaded, ids)
 
 
-def _token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+def _utf8(text: str) -> str:
     if re.search(r"[\ud800-\udfff]", text):
         raise UsageError("the text is not UTF-8: it has half of a character")
-    return list(tokenizer(text, **options)["input_ids"])
+    return text
 
 
 def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:
@@ -139,7 +138,7 @@ class Rendered:
         text = chat_text(loaded, messages)
         if not self.text or not text.startswith(self.text):
             return Rendered(messages, text, ids_of_text(loaded, text))
-        new = ids_of_text(loaded, text[len(self.text) :])
+        new = ids_of_text(loaded, text[len(self.text) :], follows=True)
         return Rendered(messages, text, torch.cat((self.ids.to(new.device), new), dim=1))
 
     def replied(self, reply: str, ids: Tensor) -> Rendered:
