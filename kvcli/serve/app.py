@@ -128,21 +128,21 @@ class Server:
         return bytes(body)
 
     async def _chat(self, request: Request, owner: str) -> Response:
-        return await self._answer_chat(request, owner, parse(await self._body(request), ChatBody, self.name))
+        return await self._reply(request, owner, parse(await self._body(request), ChatBody, self.name))
 
     async def _respond(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), ResponsesBody, self.name)
-        return await self._answer_chat(request, owner, body.chat(self.name), ResponseForm(body, self.name))
+        return await self._reply(request, owner, body.chat(self.name), ResponseForm(body, self.name))
 
-    async def _answer_chat(
-        self, request: Request, owner: str, body: ChatBody, form: ResponseForm | None = None
-    ) -> Response:
+    async def _reply(self, request: Request, owner: str, body: ChatBody, form: ResponseForm | None = None) -> Response:
         tools = body.tools or None if body.tool_choice != "none" else None
         messages, loaded = [message.plain() for message in body.messages], self.loaded
 
         def read() -> tuple[torch.Tensor, list[Any], tuple[str, ...]]:
             variables = body.chat_template_kwargs
             text, before = (chat_text(loaded, messages, to_reply, tools, variables) for to_reply in (True, False))
+            if tools and text == chat_text(loaded, messages, True, None, variables):
+                raise UsageError(f"the chat template of {loaded.name} shows the model no tools; leave 'tools' out")
             start = text[len(before) :] if text.startswith(before) else ""
             parsed = range(body.n if body.schema_of_answer() is None else 0)  # JSON is all of an answer, and content
             parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in parsed]

@@ -25,6 +25,7 @@ from kvcli.serve.answers import Answer
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS_SHOWN = "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +109,15 @@ def test_stop_strings_end_an_answer_of_the_model(served: Served) -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    with serving(template=CHAT + "{% if tools is not none %}{{ tools | tojson }}{% endif %}") as served:
+    with serving(template=TOOLS_SHOWN + CHAT) as served:
         plain = served.chat("Hi").usage.prompt_tokens
         assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
         assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
         assert served.chat("Hi", tools=[]).usage.prompt_tokens == plain
+    with serving() as served:
+        refused = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
+        assert "shows the model no tools" in refused.error()["message"]
+        assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,7 @@ def test_json_is_content_also_after_the_begin_of_reasoning(qwen: Served, monkeyp
 def test_tool_calls_and_reasoning_are_told_apart(qwen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
     monkeypatch.setattr(qwen.session, "generate", _says(qwen, f"<think>Hm.</think>Well.{call}{call}</s>"))
+    monkeypatch.setattr(qwen.loaded.tokenizer, "chat_template", TOOLS_SHOWN + CHAT)
     qwen.loaded.model.generation_config.eos_token_id = 2
     done = qwen.chat("Hi", 300, tools=TOOLS).choices[0]
     assert (done.message.content, done.message.reasoning_content, done.finish_reason) == ("Well.", "Hm.", "tool_calls")
