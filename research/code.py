@@ -64,13 +64,14 @@ def prepare(options: CodeOptions, loaded: LoadedModel, cases: Sequence[Case], re
 
     from kvcli.eval.greedy import continuations
     from kvcli.text.detokenizer import text_after
+    from kvcli.text.prompts import ids_to_continue
     from research import sandbox
 
     if not sandbox.works():
         raise UsageError("the sandbox of suite code does not work on this system")
     tokenizer: Any = loaded.tokenizer
     problems = list(read_problems().values())[: options.limit]
-    pieces = [(ids[:-1], ids[-1:]) for ids in (tokenizer(problem["prompt"])["input_ids"] for problem in problems)]
+    pieces = [(ids[:-1], ids[-1:]) for ids in (ids_to_continue(tokenizer, x["prompt"]) for x in problems)]
 
     def done(index: int, tokens: list[int]) -> bool:
         text = text_after(tokenizer, [*pieces[index][0], *pieces[index][1]], tokens)

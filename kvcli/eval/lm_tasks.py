@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvcli.cache.compressed import CompressedCache, MemoryReport
+from kvcli.calibrate.corpus import bare_ids
 from kvcli.errors import UsageError, suggestion
 from kvcli.eval.greedy import greedy, read
 from kvcli.eval.suite import NewCache
@@ -64,8 +65,7 @@ class CachedModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         bos = getattr(self.tokenizer, "bos_token", None)
         special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
-        plain: list[int] = self.tokenizer(string, add_special_tokens=False)["input_ids"]
-        return ids_to_continue(self.tokenizer, string) if special else plain
+        return ids_to_continue(self.tokenizer, string) if special else bare_ids(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvcli.calibrate.corpus import bare_ids
+from kvcli.calibrate.corpus import bare_ids, beginning
 from kvcli.errors import ModelError, UsageError, error_text
 from kvcli.models.load import LoadedModel, rendered
 from kvcli.progress import Say, say_nothing
@@ -39,9 +39,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_noth
 
 def ids_to_continue(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text with its beginning, but without the end that some tokenizers put after every text."""
-    ids = list(tokenizer(_utf8(text))["input_ids"])
-    is_ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token))
-    return ids[:-1] if is_ended else ids
+    return [*beginning(tokenizer), *bare_ids(tokenizer, _utf8(text))]
 
 
 def ids_of_text(loaded: LoadedModel, text: str, follows: bool = False) -> Tensor:

@@ -19,14 +19,16 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'a
 """A template without special tokens, so that nothing begins anew between texts."""
 
 
-def test_a_prompt_is_not_ended_by_its_tokenizer() -> None:
-    """Fault: `add_eos_token` of a tokenizer, so that a model goes on with another text. Result: as without."""
+@pytest.mark.parametrize("end", ["</s>", "</s> <pad>"])
+def test_a_prompt_is_not_ended_by_its_tokenizer(end: str) -> None:
+    """Fault: `add_eos_token` of a tokenizer, or a language after it, as MBart's: a model goes on with another text."""
     tokenizer = byte_tokenizer()
     loaded = replace(load(make_model("llama", vocab_size=300)), tokenizer=tokenizer)
     plain = tokenizer("ab")["input_ids"]
-    pieces = {"single": "<s> $A </s>", "pair": "<s> $A $B", "special_tokens": [("<s>", 1), ("</s>", 2)]}
+    special = [("<s>", 1), ("</s>", 2), ("<pad>", 0)]
+    pieces = {"single": f"<s> $A {end}", "pair": "<s> $A $B", "special_tokens": special}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
-    assert tokenizer("ab")["input_ids"] == [1, *plain, 2]
+    assert tokenizer("ab")["input_ids"][: len(plain) + 2] == [1, *plain, 2]
     assert [prompt_ids(loaded, x, chat=False)[0].tolist() for x in ("ab", "")] == [[1, *plain], [1]]
 
 
