@@ -89,7 +89,6 @@ def test_a_rollback_to_padding_alone() -> None:
 @given(prompt=PROMPT, steps=STEPS, padded=st.booleans(), sinks=st.sampled_from([0, 4]))
 @pytest.mark.parametrize("method", ["kivi-2", "qjl"])
 def test_kernels_are_the_reference(method: str, prompt: Any, steps: Any, padded: bool, sinks: int) -> None:
-    pytest.importorskip("triton")
     steps = [step for step in steps if step[0] != "remove"]  # groups cannot be cut apart
     actual = {}
     for impl in ("reference", "fused"):
@@ -119,7 +118,6 @@ def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, *
 @pytest.mark.kernels
 def test_sinks_of_keys_and_values_lie_apart_in_a_ragged_batch() -> None:
     """In one step of a group, keys are gathered row by row while values still lie behind a gap."""
-    pytest.importorskip("triton")
     lengths = [(64, 96), *[(1, 1)] * 8]
     settings = {"residual_length": 32, "sink_length": 4}
     actual, expected = (ragged(MODEL, lengths, "kivi-2", impl, **settings) for impl in ("fused", "reference"))

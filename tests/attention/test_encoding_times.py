@@ -131,7 +131,6 @@ def test_reference(dtype: torch.dtype, offset: bool, even: bool) -> None:
 @pytest.mark.parametrize(("dtype", "even"), [(torch.float32, False), (torch.float16, False), (torch.float16, True)])
 def test_kernels(dtype: torch.dtype, even: bool) -> None:
     """The kernels of every method, as for one whose own kernels refuse groups of 4."""
-    pytest.importorskip("triton")
     from kvcli.attention.decoded import attend_dequantized as attend
     from kvcli.attention.window_kernels import attend_window, rotate_and_append, unrotate
 

@@ -17,8 +17,6 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm as torch_rms_norm
 
 import kvcli
-
-pytest.importorskip("triton")
 from kvcli.attention import fused_modules
 from kvcli.attention.fused_modules import FusedModules
 from kvcli.kernels.linear import MOST_ROWS, add_rms_norm, gated, linear, rms_norm
@@ -392,7 +390,8 @@ def test_biases_of_later_layers_count() -> None:
 
 def test_weights_that_are_not_stored_as_their_dtype_says_stay() -> None:
     """torchao quantizes the weight of a Linear, which says that it is of 16 bits."""
-    torchao = pytest.importorskip("torchao.quantization")
+    import torchao.quantization as torchao
+
     model: Any = make("llama", num_hidden_layers=1).bfloat16()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear

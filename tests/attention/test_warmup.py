@@ -10,13 +10,10 @@ from factories import make_model
 
 import kvcli
 from kvcli.artifact.choice import MethodChoice
+from kvcli.attention import decoded
 from kvcli.attention.steps import begin_steps
 from kvcli.bench.layer import encoded_layer, shape_rope, unfitted_codec
 from kvcli.models.shapes import shape_spec
-
-pytest.importorskip("triton")
-
-from kvcli.attention import decoded
 from kvcli.seam.versions import with_cache
 
 

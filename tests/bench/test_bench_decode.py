@@ -201,7 +201,6 @@ def test_the_baseline_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> N
 @torch.inference_mode()
 def test_the_baseline_may_run_the_kernels_that_methods_have(model: Any) -> None:
     """What stands in for modules computes the same step."""
-    pytest.importorskip("triton")
     tokens = []
     for _, modules in ways_of_modules(model):
         cache = DynamicCache(config=model.config)

@@ -74,7 +74,8 @@ def test_shapes_have_the_angles_and_ties_of_the_real_models() -> None:
     tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert step_weights_bytes(tied) == sum(x.nbytes for x in tied.parameters())
-    torchao = pytest.importorskip("torchao.quantization")
+    import torchao.quantization as torchao
+
     part = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
     torchao.quantize_(part, torchao.Int8WeightOnlyConfig())
     assert 64 * 64 < held_bytes(part[0].weight) < 1.1 * 64 * 64 < part[0].weight.nbytes

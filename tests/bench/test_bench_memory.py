@@ -86,7 +86,6 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
 def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str) -> None:
-    pytest.importorskip("triton")
     memories = []
     for impl in ("reference", "fused"):
         with session_of(shallow_model, name, impl, group_size=16, residual_length=16, subspace_dim=2) as session:

@@ -48,7 +48,6 @@ def committed(repo_root: Path) -> list[str]:
 
 
 def page(*files: Any) -> str:
-    pytest.importorskip("vl_convert", reason="the page's charts need kvcli[report]")
     result("report", *map(str, files), "-o", "page.html")
     return Path("page.html").read_text()
 
@@ -242,7 +241,6 @@ def test_small_losses_are_no_zeros_and_stand_beside_differences() -> None:
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_charts_are_files_of_their_own(kind: str, committed: list[str]) -> None:
     """In SVG their text follows a dark theme, in PNG it is on white; no word of a name is cut."""
-    pytest.importorskip("vl_convert", reason="charts need kvcli[report]")
     made = result("report", *committed[:2], "--format", kind, "--out", "charts", "--json")
     files = [Path(x) for x in made["files"]]
     assert files[0] == Path(f"charts/kl-1-1-loss-by-size-the-line-is-the-pareto.{kind}")

@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from kvcli.artifact.choice import MethodChoice
 from kvcli.cli.app import app
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
+from kvcli.eval.lm_tasks import CachedModel, find_tasks
 from kvcli.eval.suite import REFERENCE, Case
 from kvcli.eval.tasks import TasksOptions, measure, task_documents
 from kvcli.models.load import LoadedModel
-
-pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
-
-from lm_eval.tasks import TaskManager
-from transformers import DynamicCache
-
-from kvcli.eval.lm_tasks import CachedModel, find_tasks
 
 YAML = """
 task: {name}

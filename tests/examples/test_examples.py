@@ -84,7 +84,6 @@ def test_a_notebook_compares_methods(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cell after cell, of other models and methods; its outputs are those of a run."""
-    pytest.importorskip("vl_convert", reason="the plot needs kvcli[report]")
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(SVG=str))
     monkeypatch.chdir(tmp_path)
     names = run_notebook("quickstart", MODEL=model, METHODS=["fp8", "kivi-4", "rtn-2"])
@@ -125,7 +124,6 @@ def test_prompts_of_different_lengths_are_one_batch(run: Callable[..., str], nam
 
 
 def test_a_task_of_ones_own_is_scored(run: Callable[..., str]) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
     printed = run("lm_eval_task")
     assert 0 <= number(r"boxes: (\d+)% of 12 questions right", printed) <= 100
     assert coded(printed, bits=2) > 0.8

@@ -149,7 +149,8 @@ def fetched_after_waiting(free: Callable[[], Any]) -> Path:
 
 
 def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
+    import fcntl
+
     busy = cache / ".smollm2-135m-busy"
     busy.mkdir(parents=True)
     other = os.open(cache, os.O_RDONLY)  # a lock belongs to whoever opened the folder, as in another process
@@ -176,7 +177,6 @@ builtin_models.fetch_builtin(builtin_models.BUILTIN_MODELS["smollm2-135m"])
 
 
 def test_whoever_waits_for_a_process_that_is_killed_makes_the_copy(cache: Path) -> None:
-    pytest.importorskip("fcntl")
     command = [sys.executable, "-c", _CONVERTS_FOREVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

@@ -13,8 +13,6 @@ import torch
 from kvcli.kernels import launch
 from kvcli.kernels.launch import Tiles
 
-pytest.importorskip("triton")
-
 HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
 WIDE = r"--methods turboquant-3 --head-dim 256 --kernels window_kernels\._attend|turboquant"

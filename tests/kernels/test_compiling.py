@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
-triton = pytest.importorskip("triton")
-
-from kvcli.kernels import compiling  # noqa: E402
+from kvcli.kernels import compiling
 
 MODES = [pytest.param(True, marks=pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="Triton 3.5"))]
 

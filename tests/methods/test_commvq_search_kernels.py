@@ -4,23 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from encoders import DEVICE, both, many, relative_error
 from factories import clustered, fitted_keys, make_spec
 from torch import Tensor
 
+from kvcli.methods.commvq.attend_kernels import unsupported
 from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.method import METHOD
-from kvcli.rope import from_pairs
-
-pytest.importorskip("triton")
-
-import triton
-import triton.language as tl
-
-from kvcli.methods.commvq.attend_kernels import unsupported
 from kvcli.methods.commvq.encode_keys_kernels import _norms
+from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.commvq.search_kernels import _argmin, search, search_tile
+from kvcli.rope import from_pairs
 
 
 def excess(codec: Any, x: Tensor, codes: Any) -> float:

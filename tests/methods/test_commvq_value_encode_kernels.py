@@ -9,13 +9,9 @@ from factories import clustered, make_spec
 from torch import Tensor
 
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
 from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, set_metric
 from kvcli.methods.commvq.values import CommVQValueCodec
-
-pytest.importorskip("triton")
-
-
-from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
 from kvcli.methods.samples import TokenBlocks
 
 

@@ -16,8 +16,6 @@ from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.registry import get_method
 
-pytest.importorskip("triton")
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

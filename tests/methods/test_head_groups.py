@@ -132,7 +132,6 @@ def test_keys_with_an_offset_are_decoded_and_scored_alike(grouped: Any) -> None:
 
 
 def test_kernels_encode_each_group(grouped: Any) -> None:
-    pytest.importorskip("triton")
     codec, _ = grouped
     parts, x = [codec.of_rank(group, 2) for group in range(2)], samples().v[None, :, :20]
     codec.use_kernels(True)

@@ -72,7 +72,6 @@ def test_an_offset_is_taken_off_and_added_exactly(name: str) -> None:
 def test_kernels_add_the_offset(
     name: str, settings: dict[str, Any], dtype: torch.dtype, length: int, query_len: int, lengths: list[int] | None
 ) -> None:
-    pytest.importorskip("triton")
     from importlib import import_module
 
     torch.manual_seed(0)
@@ -91,7 +90,6 @@ def test_kernels_add_the_offset(
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels_add_the_mean_of_each_sequence(dtype: torch.dtype) -> None:
-    pytest.importorskip("triton")
     from kvcli.methods.token_attend_kernels import fused_attend
 
     _, codec = make_codec("rtn-4", 4, 2, 64)
@@ -108,7 +106,6 @@ def test_kernels_add_the_mean_of_each_sequence(dtype: torch.dtype) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("hopper", [True, False])
 def test_wide_heads_take_smaller_tiles_where_memory_is_small(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     from kvcli.kernels import offset as kernels
 
     monkeypatch.setattr(kernels, "has_hopper_shared_memory", lambda device: hopper)
@@ -124,7 +121,6 @@ def test_wide_heads_take_smaller_tiles_where_memory_is_small(hopper: bool, monke
 @pytest.mark.kernels
 @pytest.mark.parametrize(("rotary_dim", "scaling"), [(32, 1.0), (64, 1.3), (48, 0.7)])
 def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, scaling: float) -> None:
-    pytest.importorskip("triton")
     from kvcli.kernels.offset import offset_scores
 
     rotary = Rotary(rotary_dim)

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.config import SQuatConfig
-from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor, query_gram
-
-pytest.importorskip("triton")
-
 from kvcli.methods.squat import kernels
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor, query_gram
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -2,70 +2,50 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
-from served import serving
-
-pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
-
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+from served import Served, serving
 
 CHOICES = [" yes", " no", " perhaps not"]
-CHOICE_YAML = """
-task: choices
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["yes", "no", "perhaps not"]
-doc_to_target: right
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
 YAML = """
-task: numbers
+task: own
 dataset_path: json
 dataset_kwargs:
   data_files:
     test: {data}
 test_split: test
-output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: right
-generation_kwargs:
-  until: ["\\n"]
-  max_gen_toks: 6
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true
-"""
+output_type: """
+CHOSEN = YAML + 'multiple_choice\ndoc_to_choice: ["yes", "no", "perhaps not"]\nmetric_list:\n  - metric: acc\n'
+GENERATED = YAML + (
+    'generate_until\ngeneration_kwargs:\n  until: ["\\n"]\n  max_gen_toks: 6\n'
+    "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
+)
+
+
+def scored(served: Served, folder: Path, task: str, rows: list[dict[str, Any]], **arguments: Any) -> dict[str, float]:
+    """What lm-eval says of a task with these rows."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.yaml").write_text(task.format(data=folder / "data.jsonl"))
+    arguments |= {"model": "tiny", "base_url": f"http://127.0.0.1:{served.port}/v1/completions"}
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = simple_evaluate("local-completions", model_args=arguments, tasks=["own"], task_manager=manager)
+    results: dict[str, float] = found["results"]["own"]
+    return results
 
 
 def test_a_task_of_lm_eval_is_answered(tmp_path: Path) -> None:
     questions = [f"Number {i}: " + "word " * 30 for i in range(4)]
-    data = tmp_path / "data.jsonl"
     with serving() as served:
         rights = [served.complete(x, 6, stop="\n").choices[0].text for x in questions]
         rights[0] = "another"
         rows = [{"question": x, "right": right} for x, right in zip(questions, rights, strict=True)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "numbers.yaml").write_text(YAML.format(data=data))
-        url = f"http://127.0.0.1:{served.port}/v1/completions"
-        found = simple_evaluate(
-            "local-completions",
-            model_args={"model": "tiny", "base_url": url, "tokenizer_backend": None, "tokenized_requests": False},
-            tasks=["numbers"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        )
-    assert found["results"]["numbers"]["exact_match,none"] == 0.75
+        found = scored(served, tmp_path, GENERATED, rows, tokenizer_backend=None, tokenized_requests=False)
+    assert found["exact_match,none"] == 0.75
 
 
 def test_texts_are_scored_as_by_the_model(tmp_path: Path) -> None:
@@ -81,14 +61,6 @@ def test_texts_are_scored_as_by_the_model(tmp_path: Path) -> None:
                 sums.append(float(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum()))
             right = sums.index(max(sums)) if i else sums.index(min(sums))
             rows.append({"question": question, "right": right})
-        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "choices.yaml").write_text(CHOICE_YAML.format(data=tmp_path / "data.jsonl"))
         served.loaded.tokenizer.save_pretrained(tmp_path / "tokenizer")
-        url = f"http://127.0.0.1:{served.port}/v1/completions"
-        found = simple_evaluate(
-            "local-completions",
-            model_args={"model": "tiny", "base_url": url, "tokenizer": str(tmp_path / "tokenizer")},
-            tasks=["choices"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        )
-    assert found["results"]["choices"]["acc,none"] == 0.75
+        found = scored(served, tmp_path, CHOSEN, rows, tokenizer=str(tmp_path / "tokenizer"))
+    assert found["acc,none"] == 0.75
