@@ -112,9 +112,23 @@ def test_an_answer_depends_on_its_prompt_alone(
     assert all(x <= len(prompt) for x, prompt in zip(cached, prompts * 3, strict=True))
 
 
+def as_captured(model: PagedModel) -> CapturedPasses:
+    return CapturedPasses(model.capturable, model.page_size, model.num_rings, Graphs(model.device, enabled=False))
+
+
+def test_texts_of_captured_passes_follow_while_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, feed, run = list[str](), ContinuousEngine._feed, CapturedPasses.__call__
+    monkeypatch.setattr(ContinuousEngine, "_feed", lambda *args: (log.append("text"), feed(*args))[1])
+    monkeypatch.setattr(CapturedPasses, "__call__", lambda *args: (log.append("pass"), run(*args))[1])
+    with serving_together("kivi-2") as served:
+        served.engine.model.captured = as_captured(served.engine.model)
+        served.complete("Hi", 4)
+    assert log == ["pass", "text", "pass", "pass", "text", "pass", "text", "text"]
+
+
 def test_answers_are_the_same_where_passes_are_captured() -> None:
     """Prompts are read one by one then, before requests that decode go on; texts follow during the next pass."""
-    prompts, graphs = [TEXT * 5, TEXT, "Hi", TEXT * 5 + "Now?", TEXT * 3], Graphs(torch.device("cpu"), enabled=False)
+    prompts = [TEXT * 5, TEXT, "Hi", TEXT * 5 + "Now?", TEXT * 3]
     with serving_together("kivi-2") as served, ThreadPoolExecutor(5) as pool:
         texts = [served.complete(prompt, 30).choices[0].text for prompt in prompts]
         ways: list[dict[str, Any]] = [
@@ -127,7 +141,7 @@ def test_answers_are_the_same_where_passes_are_captured() -> None:
         ways[3] |= {"temperature": 0.8, "seed": 3}
         expected = [served.complete(prompt, 30, **way) for prompt, way in zip(prompts, ways, strict=True)]
         model = served.engine.model
-        model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
+        model.captured = as_captured(model)
         answers = [pool.submit(served.complete, prompt, 30, **way) for prompt, way in zip(prompts, ways, strict=True)]
         for answer, expectation in zip(answers, expected, strict=True):
             pairs = zip(answer.result().choices, expectation.choices, strict=True)
@@ -141,9 +155,8 @@ def test_answers_are_the_same_where_passes_are_captured() -> None:
 
 def test_what_cannot_be_captured_is_told_and_launched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(model: PagedModel, *_: Any) -> None:
-        graphs = Graphs(model.device, enabled=False)
-        graphs.note = "an operation cannot be captured"
-        model.captured = CapturedPasses(model.capturable, model.page_size, model.num_rings, graphs)
+        model.captured = as_captured(model)
+        model.captured.graphs.note = "an operation cannot be captured"
 
     monkeypatch.setattr(PagedModel, "warm_up", warm_up)
     said = list[str]()

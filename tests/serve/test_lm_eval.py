@@ -34,8 +34,7 @@ def scored(served: Served, folder: Path, task: str, rows: list[dict[str, Any]], 
     arguments |= {"model": "tiny", "base_url": f"http://127.0.0.1:{served.port}/v1/completions"}
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     found = simple_evaluate("local-completions", model_args=arguments, tasks=["own"], task_manager=manager)
-    results: dict[str, float] = found["results"]["own"]
-    return results
+    return dict(found["results"]["own"])
 
 
 def test_a_task_of_lm_eval_is_answered(tmp_path: Path) -> None:
