@@ -106,7 +106,7 @@ def test_fineweb_edu_is_pinned_and_asked_for_as_documented(monkeypatch: pytest.M
         ("x.bin", "x", "none of"),
         ("bad.jsonl", "{]\n", "cannot read"),
         ("empty.jsonl", "", "is empty"),
-        ("columns.jsonl", '{"body": "x"}\n', "no column 'text'; its columns are body"),
+        ("columns.jsonl", '{"body": "x"}\n', "no column 'text' [(]--text-column[)]; its columns are body"),
         ("numbers.jsonl", '{"text": 5}\n', "holds int, not text"),
     ],
 )
