@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,14 +106,12 @@ def test_states_are_those_of_vllm(name: str, ask: Any, tmp_path: Path) -> None:
     prompts = prompts_of(model, 20, 70, 100)
     with engine(saved(model, tmp_path), max_model_len=128) as llm:
         found, pages = answers(llm, prompts), groups_of(llm)
-    if name == "kivi-2":
-        paged = pages_of(model, name, residual=32)
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, paged, prompt, answer)
-    else:
-        with session_of(model, name, artifact, **settings) as session:
-            for prompt, answer in zip(prompts, found, strict=True):
-                check(model, session, prompt, answer)
+    in_pages = nullcontext(pages_of(model, name, residual=32)) if name == "kivi-2" else None
+    with in_pages or session_of(model, name, artifact, **settings) as reader:
+        for prompt, answer in zip(prompts, found, strict=True):  # a processor may round a number to another code
+            check(model, reader, prompt, answer, atol=5e-3)
+            with pytest.raises(AssertionError):
+                check(model, reader, prompt[:5] + prompt[6:], answer, atol=5e-3)
     assert pages["MambaSpec"] == pages["FullAttentionSpec"]
 
 
