@@ -224,11 +224,10 @@ def bare_ids(tokenizer: Any, text: str, follows: bool = False) -> list[int]:
 
     Some tokenizers put a space before every text; a text that `follows` another one has its tokens without.
     """
+    bare, unknown = {"add_special_tokens": False, "verbose": False}, getattr(tokenizer, "unk_token_id", None)
     for before in ("\n", ":", "") if follows else ("",):  # where it would be part of the text's first token, another
-        first, ids = (
-            tokenizer(x, add_special_tokens=False, verbose=False)["input_ids"] for x in (before, before + text)
-        )
-        if ids[: len(first)] == first:
+        first, ids = (tokenizer(x, **bare)["input_ids"] for x in (before, before + text))
+        if ids[: len(first)] == first and unknown not in first:  # which takes unknown characters after it in
             break
     return list(ids[len(first) :])
 

@@ -192,8 +192,7 @@ def chat_in_pieces(
     before, found, after = chat_text(loaded, messages, tools=tools).partition(question)
     if not found or question in after:
         raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
-    first = bare_ids(loaded.tokenizer, before)
-    return first, bare_ids(loaded.tokenizer, found + after + answer, follows=True)
+    return bare_ids(loaded.tokenizer, before), bare_ids(loaded.tokenizer, found + after + answer, follows=True)
 
 
 def sentences(loaded: LoadedModel, texts: Iterable[str], tokens: int, seed: int) -> list[tuple[str, int]]:

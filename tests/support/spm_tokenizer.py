@@ -9,9 +9,9 @@ WORDS = ("Paris", "return", "The", "capital", "of", "France", "is", "x", "def", 
 PIECES = ("<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁▁▁", *(f"▁{x}" for x in WORDS), *WORDS)
 
 
-def spm_tokenizer() -> Any:
+def spm_tokenizer(byte_fallback: bool = True) -> Any:
     scores = [(piece, -1.0 if len(piece) > 1 else -5.0) for piece in PIECES]
-    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=byte_fallback))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)

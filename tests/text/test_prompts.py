@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from byte_tokenizer import byte_tokenizer
 from factories import WINDOW, load, make_model
-from spm_tokenizer import spm_tokenizer
+from spm_tokenizer import spm_tokenizer, tokens
 from tokenizers.processors import TemplateProcessing
 
 import kvcli
@@ -55,3 +55,4 @@ def test_what_follows_a_text_has_the_tokens_that_it_has_within_one(tokenizer: An
     monkeypatch.setattr(corpus, "_PIECE_CHARACTERS", 16)
     found[text] = corpus.token_sequences([text], tokenizer, 1, len(ids_of_text(loaded, text)[0]))[0].tolist()
     assert found == {x: ids_of_text(loaded, x)[0].tolist() for x in found}
+    assert corpus.bare_ids(spm_tokenizer(byte_fallback=False), "\nx is", follows=True) == tokens("<unk>", "x", "▁is")
