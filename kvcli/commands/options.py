@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -159,9 +158,9 @@ def parse_yaml(text: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             mapping = super().construct_mapping(node, deep)
             if len(mapping) < len(node.value):
-                twice = Counter(key.value for key, _ in node.value).most_common(1)[0][0]
-                _, again, *_ = (key.start_mark for key, _ in node.value if key.value == twice)
-                raise yaml.MarkedYAMLError(None, None, f"'{twice}' stands twice", again)
+                keys = [self.construct_object(key) for key, _ in node.value]
+                again = next(key for i, (key, _) in enumerate(node.value) if keys[i] in keys[:i])
+                raise yaml.MarkedYAMLError(None, None, f"'{again.value}' stands twice", again.start_mark)
             return mapping
 
     if len(text) > _CHARACTERS:

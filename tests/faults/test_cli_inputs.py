@@ -79,6 +79,7 @@ UNREAD = {
     "*x": "alias *x, line 2",
     "!!str 3": "tag tag:yaml.org,2002:str, line 2",
     "b\nmodel: c": "'model' stands twice, line 3",
+    "b\nyes: 1\ntrue: 2": "'true' stands twice, line 4",
     "[" * 12 + "]" * 12: "more than 12 levels, line 2",
     "b: c": "mapping values are not allowed here, line 2",
     "#" * 2**16: "more than 65536 characters",
