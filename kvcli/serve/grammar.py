@@ -87,8 +87,11 @@ def _check_size(schema: Any) -> None:
     copies = sum(len(x[name]) if isinstance(x[name], list) else 1 for x in objects for name in merging & x.keys())
     if items * (1 + copies / 100) > _MOST_ITEMS:  # merged schemas have items of their own
         raise UsageError(f"the schema has {items} minItems and maxItems together, of at most {_MOST_ITEMS}")
-    patterns = sum(len(texts & x.keys()) for x in objects)
-    if patterns > _MOST_PATTERNS and any("allOf" in x or (texts & x.keys() and merging & x.keys()) for x in objects):
+    patterns = sum(isinstance(x.get(name), str) for x in objects for name in texts)  # else a property of that name
+    parts = merging | texts | {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
+    several = (x for x in objects if isinstance(x.get("allOf"), list) and x["allOf"][1:])
+    mixed = (x for x in objects if merging & x.keys() and sum(not isinstance(x[y], bool) for y in parts & x.keys()) > 1)
+    if patterns > _MOST_PATTERNS and any((*several, *mixed)):
         raise UsageError(f"the schema merges texts of {patterns} patterns, of at most {_MOST_PATTERNS}")
 
 

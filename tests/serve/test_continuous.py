@@ -131,14 +131,8 @@ def test_answers_are_the_same_where_passes_are_captured() -> None:
     prompts = [TEXT * 5, TEXT, "Hi", TEXT * 5 + "Now?", TEXT * 3]
     with serving_together("kivi-2") as served, ThreadPoolExecutor(5) as pool:
         texts = [served.complete(prompt, 30).choices[0].text for prompt in prompts]
-        ways: list[dict[str, Any]] = [
-            {},
-            {"stop": [texts[1][9:12]]},
-            {"logprobs": 2},
-            {"n": 2},
-            {"stop": [texts[4][4:5]]},
-        ]
-        ways[3] |= {"temperature": 0.8, "seed": 3}
+        stops, sampled = [{"stop": [texts[1][9:12]]}, {"stop": [texts[4][4:5]]}], {"temperature": 0.8, "seed": 3}
+        ways: list[dict[str, Any]] = [{}, stops[0], {"logprobs": 2}, {"n": 2, **sampled}, stops[1]]
         expected = [served.complete(prompt, 30, **way) for prompt, way in zip(prompts, ways, strict=True)]
         model = served.engine.model
         model.captured = as_captured(model)

@@ -233,6 +233,7 @@ def test_requests_that_cannot_be_met_are_refused_by_name(served: Served) -> None
 
 
 PROPERTIES = {f"a{i}": {"type": "string"} for i in range(600)}
+DATES = {f"{i}": {"type": "string", "format": "date"} for i in range(13)}
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,8 @@ PROPERTIES = {f"a{i}": {"type": "string"} for i in range(600)}
         ({"$defs": {"a": {"maxItems": 5000}}, "anyOf": [{"$ref": "#/$defs/a"}] * 200}, "5000 minItems"),
         ({"allOf": [{"type": "string", "pattern": f"{i}"} for i in range(13)]}, "texts of 13 patterns"),
         ({"$ref": "#/$defs/a", "format": "date", "$defs": {"a": {"enum": [{"pattern": "x"}] * 12}}}, "13 patterns"),
+        ({"properties": DATES, "$ref": "#/$defs/a", "$defs": {"a": {"properties": DATES}}}, "26 patterns"),
+        ({"type": "object", "properties": {**DATES, "a": {"title": "A", "allOf": [{"type": "null"}]}}}, ""),
         ({"type": "object", "properties": PROPERTIES}, "too complex to be followed: Parser Error: Current row has "),
         ({"type": "object", "properties": {x: {"type": "string", "pattern": "x"} for x in list(PROPERTIES)[:20]}}, ""),
     ],
