@@ -141,8 +141,9 @@ class Server:
         def read() -> tuple[torch.Tensor, list[Any], tuple[str, ...]]:
             variables = body.chat_template_kwargs
             text, before = (chat_text(loaded, messages, to_reply, tools, variables) for to_reply in (True, False))
-            if tools and text == chat_text(loaded, messages, True, None, variables):
-                raise UsageError(f"the chat template of {loaded.name} shows the model no tools; leave 'tools' out")
+            with suppress(ModelError):  # a template may refuse calls and results without tools
+                if tools and text == chat_text(loaded, messages, True, None, variables):
+                    raise UsageError(f"the chat template of {loaded.name} shows the model no tools; leave 'tools' out")
             start = text[len(before) :] if text.startswith(before) else ""
             parsed = range(body.n if body.schema_of_answer() is None else 0)  # JSON is all of an answer, and content
             parsers = [response_parser(loaded.tokenizer, loaded.model, start, tools) for _ in parsed]
@@ -151,8 +152,7 @@ class Server:
                 return ids, parsers, names
             return ids_of_text(loaded, text), parsers, ()
 
-        param = "documents" if body.documents else "messages"
-        ids, parsers, documents = await self._in_tokenizer_thread(read, param)
+        ids, parsers, documents = await self._in_tokenizer_thread(read, "documents" if body.documents else "messages")
         return await self._answer(request, body, ids, owner, parsers, documents, form)
 
     def _documents(self, body: ChatBody, question: str) -> tuple[torch.Tensor, tuple[str, ...]]:

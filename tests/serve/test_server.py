@@ -114,6 +114,8 @@ def test_tools_reach_the_template() -> None:
         assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
         assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
         assert served.chat("Hi", tools=[]).usage.prompt_tokens == plain
+    with serving(template=TOOLS_SHOWN + "{% if not tools %}{{ raise_exception('') }}{% endif %}" + CHAT) as served:
+        assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
     with serving() as served:
         refused = served.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
         assert "shows the model no tools" in refused.error()["message"]
