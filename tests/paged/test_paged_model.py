@@ -247,10 +247,10 @@ def test_a_prefix_that_requests_share_is_read_from_codes(name: str, tiny_model: 
 def test_kernels_read_the_pages_of_a_batch() -> None:
     """In the interpreter."""
     model = make_model("llama", head_dim=64, num_hidden_layers=2)
-    prompts = prompts_of(model, 20, 33, 70)
+    prompts = prompts_of(model, 20, 33, 140)
     with enabled(model, "kivi-2", impl="fused", size=64) as paged:
-        ours = generated(paged, prompts, 4)
-    check_all(model, "kivi-2", prompts, ours, atol=1e-3)
+        ours = generated(paged, prompts, 4, chunk=72)
+    check_all(model, "kivi-2", prompts, ours, chunk=72, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["whisper", "gpt2", "opt", "gpt_neox", "cohere", "phi"])
@@ -372,7 +372,10 @@ def test_a_model_that_mixes_the_tokens_of_a_row_is_refused(tiny_model: Any) -> N
 
 
 def test_numbers_that_codes_cannot_hold_are_refused(tiny_model: Any) -> None:
-    tiny_model.model.layers[1].self_attn.v_proj.weight.data *= 1e7
+    with enabled(tiny_model, "turboquant-3") as paged:
+        tiny_model.model.layers[1].self_attn.v_proj.weight.data *= 1e7
+        paged.run([ScheduledRequest([5], 0, 0, [0], 1)])
+        assert [str(paged.range_error())[:23] for _ in range(2)] == ["values of layer 1 reach", "None"]
     with pytest.raises(CacheError, match="values of layer 1 reach"), enabled(tiny_model, "turboquant-3"):
         pass
 

@@ -40,9 +40,8 @@ def scored(served: Served, folder: Path, task: str, rows: list[dict[str, Any]], 
 def test_a_task_of_lm_eval_is_answered(tmp_path: Path) -> None:
     questions = [f"Number {i}: " + "word " * 30 for i in range(4)]
     with serving() as served:
-        rights = [served.complete(x, 6, stop="\n").choices[0].text for x in questions]
-        rights[0] = "another"
-        rows = [{"question": x, "right": right} for x, right in zip(questions, rights, strict=True)]
+        rows = [{"question": x, "right": served.complete(x, 6, stop="\n").choices[0].text} for x in questions]
+        rows[0]["right"] = "another"
         found = scored(served, tmp_path, GENERATED, rows, tokenizer_backend=None, tokenized_requests=False)
     assert found["exact_match,none"] == 0.75
 
@@ -58,8 +57,6 @@ def test_texts_are_scored_as_by_the_model(tmp_path: Path) -> None:
                 ids = torch.tensor([served.loaded.tokenizer(question + choice)["input_ids"]])
                 logprobs = served.loaded.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
                 sums.append(float(logprobs.gather(1, ids[0, 1:, None])[start - 1 :].sum()))
-            right = sums.index(max(sums)) if i else sums.index(min(sums))
-            rows.append({"question": question, "right": right})
+            rows.append({"question": question, "right": sums.index(max(sums) if i else min(sums))})
         served.loaded.tokenizer.save_pretrained(tmp_path / "tokenizer")
-        found = scored(served, tmp_path, CHOSEN, rows, tokenizer=str(tmp_path / "tokenizer"))
-    assert found["acc,none"] == 0.75
+        assert scored(served, tmp_path, CHOSEN, rows, tokenizer=str(tmp_path / "tokenizer"))["acc,none"] == 0.75
