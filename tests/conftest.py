@@ -14,6 +14,7 @@ from typing import Any
 import interpret  # noqa: F401
 import pytest
 import torch
+from byte_tokenizer import CHAT, byte_tokenizer
 from factories import FAMILIES, make_model, record
 from fake_pip import FakePip
 from fast import FAST, SLOWER
@@ -67,13 +68,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests whose name speaks of kernels as `kernels`, and those of `FAST` as `fast`; slow ones come first, so
-    that no worker ends with one. All sabotages and cells of the matrix run only where they are asked for.
+    that no worker ends with one. All sabotages and cells of the matrix run only where they are asked for, tests of a
+    GPU where there is one.
     """
     unasked = {"sabotage", "matrix"} - {*config.option.markexpr.split()}
     items[:] = [item for item in items if not any(map(item.get_closest_marker, unasked))]
     for item in items:
         if re.search(r"kernels|(?<!re)fused", item.nodeid):
             item.add_marker("kernels")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         fast = item.path.relative_to(TESTS).as_posix() in FAST and not SLOWER.search(item.nodeid)
         if fast and not {"kernels", "slow"} & item.keywords.keys():
             item.add_marker("fast")
@@ -119,6 +123,15 @@ def model_folder(tmp_path: Path) -> Path:
     """A folder with the config of a model of 3 layers and 2 kv heads of 16 channels, and nothing else."""
     make_model("llama").config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model whose tokens are bytes, with a chat template."""
+    made = tmp_path_factory.mktemp("models") / "tiny"
+    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
+    byte_tokenizer(CHAT).save_pretrained(made)
+    return made
 
 
 @pytest.fixture

@@ -186,7 +186,6 @@ def test_few_passes_and_caches_of_other_sessions(made: list[tuple[int, int]]) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", METHODS)
 def test_captured_chunks_equal_ordinary_passes(name: str, made: list[tuple[int, int]]) -> None:
     model = make_model("llama", num_hidden_layers=2, head_dim=64).cuda()

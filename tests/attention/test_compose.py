@@ -220,7 +220,6 @@ def test_what_was_never_composed_has_no_gap(session: Session, first: int) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", MOVABLE)
 def test_composed_caches_on_a_gpu(name: str, tiny_artifact: Any) -> None:
     """Kernels make the tokens of the reference, captured too, also where positions are left out."""

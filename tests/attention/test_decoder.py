@@ -157,7 +157,6 @@ def test_layers_that_cannot_be_captured_run_uncaptured_and_the_note_says_why(mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_graphs_make_the_tokens_of_passes(name: str, padded: bool, steps: list[int]) -> None:
@@ -200,7 +199,6 @@ def logits_of_passes(session: Session, ids: torch.Tensor, prompt: int, mask: tor
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_stop_and_sample() -> None:
     ids = prompts(2, 90)[0].cuda()
     with attached("kivi", "auto", make_model("llama").cuda(), group_size=16, residual_length=32) as session:

@@ -54,7 +54,6 @@ def check(head_dim: int, dtype: torch.dtype, queries: int, method: str, device: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("head_dim", "dtype", "queries"), ALL)
 def test_every_method_runs_on_a_gpu(head_dim: int, dtype: torch.dtype, queries: int, method: str) -> None:

@@ -227,7 +227,6 @@ def test_models_attend_as_the_reference_does(kind: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.usefixtures("_small_steps")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["fp16", "fp8", "rtn-4", "kivi-2", "turboquant-3", "klt-3", "qjl"])

@@ -1,5 +1,6 @@
 """The attention suite: random codes, the check before the time, and what a row says."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -59,16 +60,14 @@ def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
 
 
 def test_codes_in_pages_are_rows_of_their_own() -> None:
-    rows_, paged, refused = rows("kivi-2", page_size=[32, 16])[1:]
-    assert [row["page_size"] for row in (rows_, paged, refused)] == [None, 32, 16]
-    assert (paged["encoded"], paged["stored_bytes"]) == (rows_["encoded"], rows_["stored_bytes"])
-    assert (paged["status"], refused["status"]) == ("ok", "refused")
+    rows_, in_pages, refused = rows("kivi-2", page_size=[32, 16])[1:]
+    assert [row["page_size"] for row in (rows_, in_pages, refused)] == [None, 32, 16]
+    assert (in_pages["encoded"], in_pages["stored_bytes"]) == (rows_["encoded"], rows_["stored_bytes"])
+    assert (in_pages["status"], refused["status"]) == ("ok", "refused")
     assert refused["note"] == "pages of 16 tokens do not hold whole groups of 32 tokens"
     layer = make_layer("kivi-2", context=128)
-    for ours, expected in zip(
-        *(x.attend(reference_attend, x.encoded_tokens()) for x in (layer.in_pages(64), layer)), strict=True
-    ):
-        assert torch.allclose(ours, expected, atol=1e-6)
+    paged, expected = (x.attend(reference_attend, x.encoded_tokens()) for x in (layer.in_pages(64), layer))
+    torch.testing.assert_close(paged, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_codes_are_seeded_and_differ_between_sequences_and_blocks() -> None:
@@ -130,9 +129,8 @@ def test_attention_is_compared_with_the_reference() -> None:
 def test_rows_in_order_with_their_figures() -> None:
     settings = ["group_size=8", "residual_length=8", "codebook_size=8"]
     made = rows("kivi-2", "commvq-2", setting=settings, contexts=[64, 100], batches=["1", "3"])
-    assert [(row["batch"], row["context"], row["method"]) for row in made] == [
-        (batch, context, name) for batch in (1, 3) for context in (64, 100) for name in ("fp16", "kivi-2", "commvq-2")
-    ]
+    order = [*product((1, 3), (64, 100), ("fp16", "kivi-2", "commvq-2"))]
+    assert [(row["batch"], row["context"], row["method"]) for row in made] == order
     assert [row["encoded"] for row in made] == [64, 64, 64, 100, 96, 100] * 2
     sdpa, kivi, commvq = made[-3:]
     assert (sdpa["impl"], kivi["impl"], sdpa["speedup"]) == ("sdpa", "reference", 1.0)

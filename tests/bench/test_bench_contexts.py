@@ -2,6 +2,7 @@
 
 import errno
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,9 +117,7 @@ def test_prompts_are_found_in_memory_and_on_disk(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.splitlines()[0])["rows"]
-    assert [(row["method"], row["batch"]) for row in rows] == [
-        (name, clients) for clients in (1, 3) for name in ("fp16", "kivi-2")
-    ]
+    assert [(row["batch"], row["method"]) for row in rows] == [*product((1, 3), ("fp16", "kivi-2"))]
     for row in rows:
         assert row["status"] == "ok", row["note"]
         assert row["hot_cached"] == row["disk_cached"] > 0.8

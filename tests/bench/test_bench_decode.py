@@ -26,7 +26,6 @@ from kvcli.seam.versions import with_cache
 
 RUNS = [ModelRun(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("mode", ["passes", "steps"])
@@ -222,7 +221,6 @@ def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("mode", [None, "graphs", "steps", "passes"])
 def test_rows_on_a_gpu(mode: Any) -> None:
     model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
@@ -240,7 +238,6 @@ def test_rows_on_a_gpu(mode: Any) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_step_of_fixed_length_is_captured() -> None:
     model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
     seconds, cache_bytes, note = replay_step(model, 2, 512, 20, 3)

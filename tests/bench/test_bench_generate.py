@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,9 +142,7 @@ def test_every_method_is_compared_with_fp16(model: Any) -> None:
     rotary = model.model.rotary_emb
     names = ("fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1")
     rows = [vars(row) for row in generate(model, *names, contexts=(40, 200))]
-    assert [(row["prompt_tokens"], row["method"]) for row in rows] == [
-        (context, name) for context in (40, 200) for name in ("fp16", *names)
-    ]
+    assert [(row["prompt_tokens"], row["method"]) for row in rows] == [*product((40, 200), ("fp16", *names))]
     assert {row["impl"] for row in rows[1:8]} == {"reference"}
     for row in rows:
         assert (row["status"], row["repeats"]) == ("ok", 2)
@@ -154,9 +153,7 @@ def test_every_method_is_compared_with_fp16(model: Any) -> None:
     assert model.model.rotary_emb is rotary
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"), [(None, "4 4 4 free" + " 4 4 4 free"), (GIB, "4" + " free 4" * 5 + " free")]
-)
+@pytest.mark.parametrize(("budget", "expected"), [(None, "4 4 4 free " * 2), (GIB, "4 free " * 6)])
 def test_fp16_begins_on_a_warm_device_and_runs_with_warm_memory_unless_it_is_limited(
     model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch, budget: int | None, expected: str
 ) -> None:
@@ -174,7 +171,7 @@ def test_fp16_begins_on_a_warm_device_and_runs_with_warm_memory_unless_it_is_lim
     generate(model, "kivi-2", memory_budget=budget)
     prompts = events.count("0")
     assert prompts > 0
-    assert " ".join(events) == "0 " * prompts + expected
+    assert "".join(f"{event} " for event in events) == "0 " * prompts + expected
 
 
 @torch.inference_mode()

@@ -164,7 +164,6 @@ def test_a_library_that_is_not_there_is_refused_by_name(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_libraries_on_a_gpu(name: Any) -> None:
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,19 +23,11 @@ def shallow_model() -> Any:
     return random_model("tiny", 1, CPU, torch.float32, 0)
 
 
-def memory(
-    model: Any,
-    *names: str,
-    context: int = 256,
-    batches: Any = None,
-    budget: int = 2**20,
-    chunk: int = 64,
-    longest: bool = False,
-    full_prefill: bool = False,
-) -> list[Any]:
+def memory(model: Any, *names: str, batches: Any = None, longest: bool = False, **changes: Any) -> list[Any]:
     """Rows of fp16 and some methods."""
-    bench = bench_of(model, *names, memory_budget=budget, prefill_chunk=chunk, fill_middle=not full_prefill)
-    return records(bench.memory([context], batches, longest=longest))
+    options = {"context": 256, "memory_budget": 2**20, "prefill_chunk": 64, "fill_middle": True, **changes}
+    context = options.pop("context")
+    return records(bench_of(model, *names, **options).memory([context], batches, longest=longest))
 
 
 @pytest.fixture
@@ -106,10 +99,9 @@ def test_the_middle_is_computed_only_when_asked_for(model: Any, name: str) -> No
 
 def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tuple[int, int]]) -> None:
     budget = 2**18 // 3
-    rows = memory(shallow_model, "commvq-1", longest=True, context=64, chunk=32, budget=budget)
-    assert [(row.method, row.question) for row in rows] == [
-        (name, question) for name in ("fp16", "commvq-1") for question in ("largest batch", "longest context")
-    ]
+    rows = memory(shallow_model, "commvq-1", longest=True, context=64, prefill_chunk=32, memory_budget=budget)
+    order = [*product(("fp16", "commvq-1"), ("largest batch", "longest context"))]
+    assert [(row.method, row.question) for row in rows] == order
     token = 2 * 2 * 16 * 4  # bytes in float32
     assert rows[0].batch == budget // (65 * token) == 5
     assert rows[0].cache_bytes == 5 * 65 * token
@@ -124,7 +116,7 @@ def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tup
 
 
 def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> None:
-    rows = memory(model, "commvq-1", batches=[2, 3], budget=2**19)
+    rows = memory(model, "commvq-1", batches=[2, 3], memory_budget=2**19)
     assert [(row.method, row.batch) for row in rows] == [("fp16", 2), ("fp16", 3), ("commvq-1", 2), ("commvq-1", 3)]
     assert [row.status for row in rows] == ["ok", "out of memory", "ok", "ok"]
     assert limited == [(256, 2), (256, 3)] * 2
@@ -134,7 +126,7 @@ def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> N
 
 
 def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
-    (row,) = memory(model, budget=1000)
+    (row,) = memory(model, memory_budget=1000)
     assert (row.batch, row.status) == (0, "out of memory")
     assert limited == [(256, 1)]
 
@@ -154,7 +146,7 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, limited: Any, monkey
 
 
 def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tuple[int, int]]) -> None:
-    for row in memory(make("gemma3_text"), "kivi-2", context=40, batches=[1], chunk=16, full_prefill=True):
+    for row in memory(make("gemma3_text"), "kivi-2", context=40, batches=[1], prefill_chunk=16, fill_middle=False):
         assert row.status == "ok"
         # 2 layers with 41 tokens in 16 bits, 2 with 7 in float32; 2 heads of 16 channels
         uncompressed = 2 * 41 * 2 * 2 * 16 * 2 + 2 * 7 * 2 * 2 * 16 * 4

@@ -39,7 +39,6 @@ def test_a_gpu_is_needed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_are_taken_apart_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "x.jsonl"
     command = ("bench", "step", "--random-weights", "smollm2-135m", "--layers", "2", "--prompt-tokens", "1024")

@@ -1,7 +1,5 @@
 """Corpora of every kind, through the same code: hub schema, local files, standard input, the built-in text."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -76,7 +74,7 @@ def test_fineweb_edu_is_pinned_and_asked_for_as_documented(monkeypatch: pytest.M
     asked: dict[str, Any] = {}
 
     class Stream(list[Any]):
-        def shuffle(self, **options: Any) -> Stream:
+        def shuffle(self, **options: Any) -> Any:
             asked.update(options)
             return self
 

@@ -1,6 +1,7 @@
 """The suites of `kvcli bench` that run whole models: tables and records."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,7 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
     batches = ("--method", "fp16", "--batches", "1", "--batches", "2", "--json")
     for source, expected in (((*TINY, "--layers", "2"), ("tiny", "random", 2)), ((), ("smollm2-135m", "model", 3))):
         rows = result(*GENERATE, *source, *batches)["rows"]
-        assert [(row["method"], row["batch"]) for row in rows] == [
-            (method, batch) for batch in (1, 2) for method in ("fp16", "kivi-2")
-        ]
+        assert [(row["batch"], row["method"]) for row in rows] == [*product((1, 2), ("fp16", "kivi-2"))]
         for row in rows:
             assert (row["model"], row["weights"], row["num_layers"]) == expected
             assert row["tokens_per_s"][1] > 0

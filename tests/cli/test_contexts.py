@@ -158,12 +158,6 @@ def test_a_store_that_is_not_there(tiny: Any) -> None:
         assert invoke("contexts", command).exit_code == 2
 
 
-def test_help_of_every_command() -> None:
-    result("contexts", "--help")
-    for name in ("list", "show", "verify", "prune", "rm", "export", "import"):
-        assert f"Example: kvcli contexts {name}" in " ".join(result("contexts", name, "--help").stdout.split())
-
-
 def test_a_context_that_is_nowhere_is_named_with_its_store(made: Maker) -> None:
     missing = refused("generate", "--context", "fist", "--prompt", "x", code=1)
     assert f"there is no file fist, and there is no context 'fist' in {STORE}; did you mean 'first'?" in missing

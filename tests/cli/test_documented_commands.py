@@ -43,19 +43,8 @@ NOT_RUN = {
 }
 """Pages with commands or programs that no test here runs, and why; their options are checked all the same."""
 
-OTHERS = {
-    "venv",
-    ".",
-    "pip",
-    "pytest",
-    "ruff",
-    "mypy",
-    "lmcache",
-    "sglang",
-    "vllm",
-    "research.vllm_throughput",
-    "research.engine_capacity",
-}
+OTHERS = {"venv", ".", "pip", "pytest", "ruff", "mypy", "lmcache", "sglang", "vllm"}
+OTHERS |= {"research.vllm_throughput", "research.engine_capacity"}
 """Programs of others, and one that needs vLLM and a GPU; `.ci/run` calls all but the last three."""
 
 FEW = ("--max-new-tokens", "4")

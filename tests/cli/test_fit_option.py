@@ -59,9 +59,7 @@ def test_the_artifact_is_made_once_for_all_commands(recordings: list[int], tmp_p
     assert recordings == [32768]
 
 
-def test_other_weights_of_the_same_name_are_fitted_anew(
-    recordings: list[int], tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_weights_of_the_same_name_are_fitted_anew(recordings: list[int], tiny: Any, monkeypatch: Any) -> None:
     result("generate", *WORDS, "--fit")
     model = make_model("llama")
     for layer in model.model.layers:

@@ -160,9 +160,8 @@ def test_times_of_other_contexts_are_not_compared(tiny: Any, repo_root: Path) ->
     Path("a.jsonl").write_text("\n".join(lines))
     Path("b.jsonl").write_text(json.dumps({**first, "p50_us": 2 * first["p50_us"]}))
     found = result("diff", "a.jsonl", "b.jsonl", "--json")
-    assert [(row["row"], row["B / A"]) for row in found["rows"]] == [
-        ("fp16 attention llama-3.1-8b float16 8192 tokens batch 1", 2)
-    ]
+    (row,) = found["rows"]
+    assert (row["row"], row["B / A"]) == ("fp16 attention llama-3.1-8b float16 8192 tokens batch 1", 2)
     assert len(found["only in A"]) == len(lines) - 1
 
 

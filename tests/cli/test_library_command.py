@@ -71,9 +71,7 @@ def test_a_changed_file_is_read_anew() -> None:
     assert [row["document"] for row in rows] == ["whale"]
 
 
-def test_documents_that_memory_may_not_hold_together_are_told_before_they_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_documents_that_memory_may_not_hold_together_are_told_before_they_are_loaded(monkeypatch: Any) -> None:
     add("texts")
     named = ("--document", "times", "--document", "whale")
     tokens = sum(x["tokens"] for x in add("texts")["documents"] if x["document"] in named)

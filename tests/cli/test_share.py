@@ -97,9 +97,8 @@ def test_a_card_tells_the_kl_that_was_measured_of_this_artifact(artifact: Path) 
     assert [x["num_tokens"] for x in rows] == [64, 128, 192]
     Path("shared").mkdir()
     push(artifact, "shared")
-    said = (
-        f"KL {rows[1]['kl_mean']:.2g} nats per token to the uncompressed model, suite kl, 128 tokens of builtin:essays"
-    )
+    loss = f"{rows[1]['kl_mean']:.2g}"
+    said = f"KL {loss} nats per token to the uncompressed model, suite kl, 128 tokens of builtin:essays"
     says((card := Path("shared/README.md")).read_text(), f"| loss | {said}, first 4 and last 8 in full precision |\n")
     made = Artifact.load(artifact)
     metadata = {**made.metadata, "provenance": {**made.metadata["provenance"], "seed": 7}}
@@ -226,9 +225,7 @@ def test_nothing_else_than_what_kvcli_shares_is_written(artifact: Path, names: s
     assert not Path("o").exists()
 
 
-def test_a_server_is_believed_no_length_and_not_waited_for(
-    hub: Hub, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_believed_no_length_and_not_waited_for(hub: Hub, artifact: Path, monkeypatch: Any) -> None:
     place, _ = push(artifact)
     url, files = f"{constants.ENDPOINT}/{REPO}/resolve/main", hub.found(REPO, "main")[1]  # type: ignore[index]
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=len(files["kvcli.json"]) - 1))

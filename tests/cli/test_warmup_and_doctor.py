@@ -47,9 +47,8 @@ def test_commands_warm_up_what_they_attach(monkeypatch: pytest.MonkeyPatch) -> N
     def warm_up(self: Any, batch: int = 1, progress: Any = None, chunk: int | None = None) -> None:
         warmed.append((batch, progress, chunk))
 
-    with Case("kivi-2", MethodChoice("kivi", {"group_size": 4, "residual_length": 8})).attach(
-        loaded, output
-    ) as session:
+    case = Case("kivi-2", MethodChoice("kivi", {"group_size": 4, "residual_length": 8}))
+    with case.attach(loaded, output) as session:
         assert session.warmup() == []
     monkeypatch.setattr(Session, "warmup", warm_up)
     with Case("rtn", MethodChoice("rtn", {"group_size": 4})).attach(loaded, output, batch=3, chunk=32):

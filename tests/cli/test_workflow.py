@@ -74,10 +74,8 @@ def test_shards_are_recorded_and_merged_where_the_next_command_looks(tiny: Any) 
     record = result("merge", "--json")
     assert record == {"samples": "runs/smollm2-135m/samples", "num_tokens": 640, "layers": 3, "shards": 3}
     result("calibrate", *SIZES, "--out", "whole")
-    whole, merged = (
-        {path.name: path.read_bytes() for path in Path(folder).iterdir()} for folder in ("whole", record["samples"])
-    )
-    assert whole == merged
+    whole, merged = (Path(folder).iterdir() for folder in ("whole", record["samples"]))
+    assert {path.name: path.read_bytes() for path in whole} == {path.name: path.read_bytes() for path in merged}
     again = invoke("calibrate", *SIZES).stderr
     assert "were recorded already and are reused" in again
     assert "passes/s" not in again

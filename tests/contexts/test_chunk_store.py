@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert kind.bytes == 3000
 
 
-def test_a_text_that_is_stored_in_steps_never_pushes_its_beginning_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_is_stored_in_steps_never_pushes_its_beginning_out(tmp_path: Path, monkeypatch: Any) -> None:
     """And writes nothing that goes at once; what others did not use for longer goes first."""
     store, text = ChunkStore(tmp_path, 3000), [chunk(x) for x in (9, 7, 8, 6, 5)]
     store.put([chunk(1), chunk(2)])
@@ -90,9 +89,7 @@ def test_a_use_is_noted_when_others_have_written_and_never_goes_back(tmp_path: P
         assert chunks_of(tmp_path)[0].used == 5
 
 
-def test_a_chunk_that_others_removed_while_it_was_written_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_others_removed_while_it_was_written_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
     store, other = ChunkStore(tmp_path, 10**6), ChunkStore(tmp_path, 10**6)
     write = store._write
 
@@ -181,12 +178,8 @@ for i in range(first, first + 10**6):
 
 def test_kills_leave_only_whole_chunks_that_the_bound_counts(tmp_path: Path) -> None:
     for turn in range(4):
-        writers = [
-            subprocess.Popen(
-                [sys.executable, "-c", WRITER, str(tmp_path), str(10**6 * (2 * turn + i))], stdout=subprocess.PIPE
-            )
-            for i in range(2)
-        ]
+        programs = ([sys.executable, "-c", WRITER, str(tmp_path), str(10**6 * (2 * turn + i))] for i in range(2))
+        writers = [subprocess.Popen(program, stdout=subprocess.PIPE) for program in programs]
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"

@@ -1,13 +1,11 @@
 """Reading prompts into a cache, and tokens of conversations."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
-from factories import load, make_model
 from passes import assert_equal, ids
 
 import kvcli
@@ -58,13 +56,6 @@ def test_a_model_whose_values_are_not_finite_compresses_nothing(tiny_model: Any)
     tiny_model.lm_head.weight.data[0, 0] = float("nan")
     with kvcli.attach(tiny_model, "kivi-2", **SETTINGS) as session, pytest.raises(ModelError, match="in the logits"):
         compress(session, ids(1, 50))
-
-
-@pytest.fixture
-def loaded() -> Any:
-    made = replace(load(make_model("llama", vocab_size=300)), tokenizer=byte_tokenizer())
-    made.tokenizer.chat_template = CHAT
-    return made
 
 
 def test_a_reply_keeps_the_tokens_that_the_model_made(loaded: Any) -> None:

@@ -63,9 +63,7 @@ def new_bytes() -> Iterator[Callable[[], int]]:
     gc.unfreeze()
 
 
-def test_a_document_is_in_memory_once(
-    made: Any, loaded: Any, tmp_path: Path, new_bytes: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_is_in_memory_once(made: Any, loaded: Any, tmp_path: Path, new_bytes: Any, monkeypatch: Any) -> None:
     """While it is stored, while the first question is asked, and for the next one, which loads it."""
     seen: list[int] = []
     document = made(store=ContextStore(tmp_path, block_tokens=32))

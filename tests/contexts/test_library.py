@@ -110,9 +110,7 @@ def test_what_fits_is_known_before_anything_is_loaded(library: Library) -> None:
     assert library.that_fit(names, "Who?", 1000) == 0
 
 
-def test_a_document_is_replaced_by_another_of_its_name_and_shared_by_libraries(
-    library: Library, made: Callable[..., Library]
-) -> None:
+def test_a_document_is_replaced_by_another_of_its_name_and_shared_by_libraries(library: Library, made: Any) -> None:
     store = library.store
     before, size = store.names(), store.sizes()[0]
     other = made("others")
@@ -124,9 +122,7 @@ def test_a_document_is_replaced_by_another_of_its_name_and_shared_by_libraries(
     assert other.text(other.documents()["whale"]) == TEXTS["whale"]
 
 
-def test_what_was_not_read_to_its_end_is_no_document(
-    made: Callable[..., Library], loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_read_to_its_end_is_no_document(made: Any, loaded: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A kill loses at most the rest of one document, which the same call goes on with."""
     monkeypatch.setattr("kvcli.text.document._READING_PER_KEEPING", 0)
     library = made()

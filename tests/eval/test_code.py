@@ -102,9 +102,7 @@ def test_the_kernel_takes_the_network_away_where_users_may_make_namespaces() -> 
         assert "Network is unreachable" in done.stderr
 
 
-def test_functions_are_scored_by_their_tests(
-    loaded: LoadedModel, human_eval: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_are_scored_by_their_tests(loaded: LoadedModel, human_eval: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 1)
     answers = [
         "    return x\n\ndef other(): never(\n",
@@ -136,9 +134,7 @@ def test_functions_are_scored_by_their_tests(
     assert limited.protocol != prepared.protocol
 
 
-def test_programs_run_only_where_that_is_allowed_and_safe(
-    loaded: LoadedModel, human_eval: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_run_only_where_that_is_allowed_and_safe(loaded: Any, human_eval: None, monkeypatch: Any) -> None:
     assert "--allow-code-execution" in run_research("eval", "code", "--method", "fp8").stderr
     assert sandbox.works()
     with monkeypatch.context() as patch:

@@ -92,9 +92,7 @@ class Permuted(Ranks):
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_the_order_of_the_work_changes_nothing(
-    suite: str, folder: Path, command_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_the_work_changes_nothing(suite: str, folder: Path, command_model: Any, monkeypatch: Any) -> None:
     """Each of these suites hands its prompts or batches to `Ranks.each`, and nothing passes from one to the next."""
     calls = []
 

@@ -102,9 +102,7 @@ def test_every_value_stands_once_at_its_depth(chatty: LoadedModel, texts: list[s
     assert prompts != needle.make_needle_prompts(chatty, texts, config.model_copy(update={"seed": 1}), True)
 
 
-def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
-    loaded: LoadedModel, texts: list[str]
-) -> None:
+def test_passages_come_before_other_text_and_the_answer_has_their_first_words(loaded: Any, texts: list[str]) -> None:
     def made(**changes: Any) -> list[Any]:
         config = RecallOptions(**{"distances": [50, 200], "passage_words": 20, "num_prompts": 3, **changes})
         return recall.make_recall_prompts(loaded, texts, config, False)

@@ -114,9 +114,8 @@ def test_what_fails_is_a_record_in_one_line_without_paths(job: Job) -> None:
 def test_an_adapter_that_cannot_be_imported_is_a_record(job: Job) -> None:
     rows: list[Any] = []
     protocol.measure("nexusquant", job, rows.append)
-    assert [(row["way"], row["error"]) for row in rows] == [
-        ("import", "ModuleNotFoundError: No module named 'nexusquant'")
-    ]
+    (row,) = rows
+    assert (row["way"], row["error"]) == ("import", "ModuleNotFoundError: No module named 'nexusquant'")
 
 
 def test_a_package_that_cannot_be_installed_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +145,8 @@ def test_a_package_that_is_measured_again_replaces_its_records(tmp_path: Path) -
     for kl in (1, 2):
         for package in ("a", "b"):
             replace(out, package, [{"package": package, "kl": kl}])
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [
-        {"package": package, "kl": 2} for package in ("a", "b")
-    ]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows == [{"package": package, "kl": 2} for package in ("a", "b")]
 
 
 class Counter:

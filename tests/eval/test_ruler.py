@@ -118,9 +118,7 @@ def test_the_score_is_the_share_of_right_answers_in_the_reply(answer: str, found
 
 
 @pytest.mark.parametrize("tail", [0, 5])
-def test_replies_end_with_the_last_right_answer_or_the_tasks_limit(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tail: int
-) -> None:
+def test_replies_end_with_the_last_right_answer_or_the_tasks_limit(loaded: Any, monkeypatch: Any, tail: int) -> None:
     """A reply that goes on could hold all words of the text."""
     options = RulerOptions(tasks=["fwe", "niah_single_1"], contexts=[700], num_prompts=1)
 

@@ -64,9 +64,8 @@ def tasks(tmp_path: Path) -> Path:
         ("read", "loglikelihood_rolling", '"{{question}}"', "metric_list:\n  - metric: word_perplexity\n"),
     ):
         text = YAML.format(name=name, data=data, kind=kind, target=target, more=more)
-        (folder / f"{name}.yaml").write_text(
-            text.replace('doc_to_text: "{{question}}"', 'doc_to_text: ""', name == "read")
-        )
+        text = text.replace('doc_to_text: "{{question}}"', 'doc_to_text: ""', name == "read")
+        (folder / f"{name}.yaml").write_text(text)
     return folder
 
 
@@ -94,9 +93,7 @@ def test_likelihoods_of_exact_caches_are_the_models_own(loaded: LoadedModel, cas
     assert [likelihood for likelihood, _ in found] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_context_is_read_once_for_all_its_answers_and_is_not_changed_by_them(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_is_read_once_for_all_its_answers_and_is_not_changed_by_them(loaded: Any, monkeypatch: Any) -> None:
     from kvcli.eval import lm_tasks as module
 
     lengths, read = [], module.read
@@ -148,9 +145,7 @@ def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, mo
     with pytest.raises(UsageError, match="lm-eval cannot run read"):
         measure(loaded, REFERENCE, options, find_tasks(["read"], tasks), Output(quiet=True))
     # reading the thousands of tasks of lm-eval takes long
-    monkeypatch.setattr(
-        "kvcli.eval.lm_tasks.TaskManager", lambda include_path, **_: TaskManager(None, include_path, False)
-    )
+    monkeypatch.setattr("kvcli.eval.lm_tasks.TaskManager", lambda **x: TaskManager(**x | {"include_defaults": False}))
     with pytest.raises(UsageError, match="no task 'chose'; did you mean 'choose'"):
         find_tasks(["chose"], tasks)
     request = type("Request", (), {"args": ("x", {"until": [], "do_sample": True})})()
@@ -165,9 +160,8 @@ def test_a_mean_that_is_not_the_tasks_own_figure_is_left_out() -> None:
         "samples": {"t": samples},
         "higher_is_better": {"t": {"acc": True, "f1": True}},
     }
-    assert [(unit.metric, unit.value) for unit in task_documents(results, "t")] == [
-        ("acc", float(i % 2)) for i in range(4)
-    ]
+    units = task_documents(results, "t")
+    assert [(unit.metric, unit.value) for unit in units] == [("acc", float(i % 2)) for i in range(4)]
 
 
 def test_tasks_from_the_command_line(command_model: LoadedModel, tasks: Path) -> None:

@@ -73,19 +73,15 @@ def test_a_label_has_method_bits_and_what_is_said_of_both() -> None:
 
 
 @pytest.mark.parametrize("goal", [Goal(8, max_kld=0.1), Goal(8, max_bytes=150)])
-def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(
-    goal: Goal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_by_layer_are_searched_of_the_method_that_is_best_with_the_same(goal: Goal, monkeypatch: Any) -> None:
     """By its bytes at the asked loss, or its loss at the asked bytes."""
     searched: list[str] = []
     monkeypatch.setattr("kvcli.eval.tune.by_layer", lambda base, objective: searched.append(base.choice.method) or [])
 
     def measure(case: Case) -> Any:
         bits = case.choice.settings["k_bits"]
-        memory = SimpleNamespace(cache_bytes=50 * bits)
-        return SimpleNamespace(
-            case=case, loss={"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.choice.method] / bits, memory=memory
-        )
+        loss = {"kivi": 0.4, "rtn": 0.2, "squat": 0.3}[case.choice.method] / bits
+        return SimpleNamespace(case=case, loss=loss, memory=SimpleNamespace(cache_bytes=50 * bits))
 
     loaded = SimpleNamespace(spec=SimpleNamespace(num_layers=2))
     objective: Any = SimpleNamespace(goal=goal, loaded=loaded, measure=measure)
@@ -223,9 +219,7 @@ def test_memory_is_what_the_model_leaves_for_its_cache() -> None:
     assert TuneOptions(memory="3GiB", max_bits=4).max_bytes(32768, 2**30) == 2**28
 
 
-def test_bits_at_which_layers_do_not_add_up_are_left_out(
-    command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_at_which_layers_do_not_add_up_are_left_out(command_model: LoadedModel, monkeypatch: Any) -> None:
     monkeypatch.setattr("kvcli.eval.tune.RUINOUS", 0.0)
     result("tune", *TINY, *KIVI, "--max-bits", "16", "--json", "--out", "r.yaml")
     records = [json.loads(line)["settings"] for line in Path("r.jsonl").read_text().splitlines()]

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHAT, byte_tokenizer
-from factories import make_model
 
 from kvcli.artifact.artifact import Artifact
 from kvcli.seam.versions import CACHE_ARGUMENT
@@ -20,19 +18,13 @@ from kvcli.seam.versions import CACHE_ARGUMENT
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tiny model."""
-    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer(CHAT)
-    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    return str(made)
+@pytest.fixture
+def model(tiny_folder: Path) -> str:
+    return str(tiny_folder)
 
 
 @pytest.fixture
-def run(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def run(model: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs an example in an empty folder and returns what it printed."""
     monkeypatch.chdir(tmp_path)
 
@@ -80,9 +72,7 @@ def run_notebook(name: str, **replaced: object) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="it is written for transformers 5.24 and newer")
-def test_a_notebook_compares_methods(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_compares_methods(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Cell after cell, of other models and methods; its outputs are those of a run."""
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(SVG=str))
     monkeypatch.chdir(tmp_path)
@@ -93,9 +83,7 @@ def test_a_notebook_compares_methods(
     assert [line.split()[0] for line in printed[:3]] == [*kl]
 
 
-def test_a_notebook_puts_documents_side_by_side(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_puts_documents_side_by_side(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """What it says of the second run of a cell is so."""
     monkeypatch.chdir(tmp_path)
     for read in (True, False):
@@ -152,9 +140,8 @@ def test_vllm_gets_a_tier_that_kvcli_accepts(run: Callable[..., str], monkeypatc
     with pytest.raises(SystemExit, match="vLLM is not installed"):
         run("vllm_tier")
     made: list[Any] = []
-    answer = SimpleNamespace(
-        outputs=[SimpleNamespace(text="Mr. Brook")], num_cached_tokens=512, prompt_token_ids=[0] * 600
-    )
+    outputs = [SimpleNamespace(text="Mr. Brook")]
+    answer = SimpleNamespace(outputs=outputs, num_cached_tokens=512, prompt_token_ids=[0] * 600)
     engine = SimpleNamespace(generate=lambda prompts, sampling: [answer])
     fake = SimpleNamespace(LLM=lambda *words, **named: made.append((words, named)) or engine, SamplingParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", fake)

@@ -88,9 +88,7 @@ def test_an_empty_folder_and_a_link_are_exported_into_and_files_of_others_stay(c
         ("artifact/kvcli.json", lambda folder: Artifact.load(folder / "artifact")),
     ],
 )
-def test_an_edited_file_and_one_of_an_older_format_are_refused_in_one_line(
-    copy: Path, name: str, read: Callable[[Path], Any]
-) -> None:
+def test_an_edited_file_and_one_of_an_older_format_are_refused_in_one_line(copy: Path, name: str, read: Any) -> None:
     """Fault (files): `samples.json`, `run.json` or `kvcli.json` edited. Result: refused; with a checksum that agrees,
     refused where types, ranges or shapes contradict each other.
 
@@ -120,9 +118,7 @@ def test_tensors_do_not_need_their_file_any_more(copy: Path) -> None:
     assert loaded.same_content(assembled)
 
 
-def test_the_export_command_says_what_it_verified_and_how_to_replace_what_is_damaged(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_export_command_says_what_it_verified_and_how_to_replace_what_is_damaged(copy: Path, capsys: Any) -> None:
     def export(**options: Any) -> str:
         fit.export_artifact(fit.ExportArtifactOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
         return capsys.readouterr().err

@@ -75,9 +75,7 @@ def test_a_part_is_loaded_without_files_of_the_rest(two: Maker, store: ContextSt
     ],
     ids=["edited", "version", "truncated", "empty"],
 )
-def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(
-    two: Maker, store: ContextStore, harm: Callable[[ContextStore], Any]
-) -> None:
+def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(two: Maker, store: ContextStore, harm: Any) -> None:
     """Fault (files): a record of the store damaged or edited. Result: passed over when a prefix is looked for, refused
     by name.
     """
@@ -111,9 +109,7 @@ def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(
         lambda values: values.update(bytes_of={"keys": 1.5}),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(
-    two: Maker, store: ContextStore, change: Callable[[Any], Any]
-) -> None:
+def test_a_record_that_contradicts_itself_is_refused(two: Maker, store: ContextStore, change: Any) -> None:
     forge(store, "a", change)
     with pytest.raises(ContextError, match=r"context 'a' is (damaged|no single sequence with its token ids)"):
         store.get("a")
@@ -141,9 +137,7 @@ def refused(use: Callable[[], Any]) -> bool:
         lambda values: values["identity"].update(method="none"),
     ],
 )
-def test_blocks_that_do_not_belong_together_are_refused(
-    two: Maker, store: ContextStore, change: Callable[[Any], Any]
-) -> None:
+def test_blocks_that_do_not_belong_together_are_refused(two: Maker, store: ContextStore, change: Any) -> None:
     """A record whose checksum agrees, of somebody who can write it: refused, or other tokens of the right shapes."""
     forge(store, "a", change)
     if not refused(lambda: two.session.load_cache(store.load(store.whole("a")))):

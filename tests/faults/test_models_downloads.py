@@ -47,9 +47,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return made
 
 
-def test_a_name_that_no_hub_has_and_an_unknown_one_without_a_connection_fail_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_that_no_hub_has_and_an_unknown_one_without_a_connection_fail_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(hub, "_REACH_SECONDS", 60)
     with pytest.raises(ModelError, match="neither a folder here nor a name of the form OWNER/MODEL"):
         load_model("no body/mo del", device="cpu")

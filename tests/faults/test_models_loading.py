@@ -270,9 +270,7 @@ def test_partial_rotary_embeddings() -> None:
         ModelSpec.from_config(linear)
 
 
-@pytest.mark.parametrize(
-    "name", ["/nonexistent/x", "./x", "../x", "~/no-such-model", "a/b/c", "smollm2-135", "x" * 300]
-)
+@pytest.mark.parametrize("name", ["/no-folder/x", "./x", "../x", "~/no-such-model", "a/b/c", "smollm2-135", "x" * 300])
 def test_a_folder_that_does_not_exist(name: str) -> None:
     assert f"cannot load model '{name}': there is no such folder" in (message := refusal(name))
     assert ("did you mean 'smollm2-135m'?" in message) == (name == "smollm2-135")

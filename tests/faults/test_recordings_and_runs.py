@@ -61,9 +61,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(copy: Path, change: Calla
         Recording(copy / "samples")
 
 
-def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(tmp_path: Path, monkeypatch: Any) -> None:
     """Fault: another corpus, or other settings, in the same folder. Result: refused; the message names the
     settings with both values.
     """

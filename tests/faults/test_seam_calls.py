@@ -177,9 +177,7 @@ def test_a_forgotten_mask_after_a_padded_prompt_is_refused(tiny_model: Any, prom
         tiny_model(ids(1, batch=2), attention_mask=mask, **with_cache(cache))
 
 
-def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(tiny_model: Any, monkeypatch: Any) -> None:
     monkeypatch.delattr(Cache, "activate_past_recording")
     monkeypatch.setattr(CompressedCache, "activate_past_recording", lambda self: None)
     before = dict(vars(tiny_model))

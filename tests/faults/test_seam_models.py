@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from torchao.quantization import (
 )
 
 import kvcli
-from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.fit import assemble, fit_recording
 from kvcli.errors import ArtifactError, ModelError, UnsupportedModelError
 from kvcli.models.fingerprint import differs, fingerprint
@@ -189,9 +187,7 @@ def test_adapted_and_quantized_models_are_recorded_fitted_and_run(family: str, m
             kvcli.attach(other, name, artifact=artifact)
 
 
-def test_an_artifact_of_the_base_model_is_accepted_until_an_adapter_is_merged(
-    tiny_artifact: Callable[[Any], Artifact],
-) -> None:
+def test_an_artifact_of_the_base_model_is_accepted_until_an_adapter_is_merged(tiny_artifact: Any) -> None:
     """Fault: an artifact and a model with other weights. Result: refused; the message says by how much a
     sample of the key and value projections differs.
     """

@@ -21,9 +21,7 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
         list(pool.map(work, range(count)))
 
 
-def test_sizing_buffers_leaves_kernels_on_for_other_threads_and_all_get_the_same_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sizing_buffers_leaves_kernels_on_for_other_threads_and_all_get_the_same_group(monkeypatch: Any) -> None:
     """While one thread learns what codes look like, others encode."""
     codec = KIVI.build(make_spec(), KIVI.config_cls(**KIVI.example_settings), 0).key
     codec.fused = True

@@ -67,9 +67,7 @@ def test_every_token_that_is_said_to_end_a_text_ends_it(end: str, special: bool,
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "auto"])
-def test_quantized_weights_are_read_onto_their_device(
-    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_quantized_weights_are_read_onto_their_device(device: str, monkeypatch: Any, tmp_path: Path) -> None:
     """Their libraries choose kernels by the device that they are read onto, which may be for that device only."""
     asked: list[Any] = []
 

@@ -168,7 +168,6 @@ def test_passes_that_can_be_captured_make_the_same_tokens(name: str, chunk: int,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["turboquant-3", "rtn-4", "kivi-2", "fp16"])
 def test_graphs_make_the_tokens_of_passes_over_pages(name: str) -> None:
     """Requests end, so that there are fewer and other graphs."""

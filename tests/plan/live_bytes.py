@@ -57,9 +57,8 @@ class _LiveBytes(TorchDispatchMode):
             kwargs["device"] = META
         result = func(*args, **kwargs)
         inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-        doubts = packet is torch.ops.aten.any or (
-            packet in _CONNECTIVES and any(hasattr(x, _DOUBT) for x in _tensors(args))
-        )
+        doubted = any(hasattr(x, _DOUBT) for x in _tensors(args))
+        doubts = packet is torch.ops.aten.any or (packet in _CONNECTIVES and doubted)
         for x in _tensors(result):
             if doubts:
                 setattr(x, _DOUBT, True)

@@ -56,9 +56,8 @@ def test_what_does_not_divide_or_fit() -> None:
 
 def test_the_command_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("plan", "llama-3.1-70b", "--method", "kivi-2", "--method", "squat-2", "--prompt-tokens", "32K")
-    record = json.loads(
-        invoke(*words, "--memory", "141GiB", "--gpus", "4", "--nodes", "2", "--requests", "100", "--json").stdout
-    )
+    sizes = ("--memory", "141GiB", "--gpus", "4", "--nodes", "2", "--requests", "100")
+    record = json.loads(invoke(*words, *sizes, "--json").stdout)
     exact, kivi, squat = (row["engine"] for row in record["methods"])
     assert squat is None
     assert kivi["requests"] > 5 * exact["requests"]

@@ -19,11 +19,7 @@ from kvcli.plan.memory import MethodPlan, PlannedModel, calibration
 from kvcli.registry import make_config, parse_method
 from kvcli.spec import ModelSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SHAPE, LAYERS = "llama-3.1-8b", 4
 

@@ -1,7 +1,5 @@
 """Answers: where they end, and what a client gets of them, in pieces and as a whole."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -37,10 +35,15 @@ def ids(text: str | bytes) -> list[int]:
 
 
 def answer(
-    pieces: list[Piece], *, stop: Sequence[str] = (), parsed: bool = False, start: str = "Hi", most: int = 1000
-) -> Answer:
+    text: Any = None, *, stop: Sequence[str] = (), parsed: bool = False, start: str = "Hi", most: int = 1000
+) -> tuple[Answer, list[Piece]]:
+    """An answer that begins, or one that ends with a text, and its pieces."""
+    pieces: list[Piece] = []
     parser = response_parser(TOKENIZER, QWEN, start, None) if parsed else None
-    return Answer(TOKENIZER, most, [END], stop, parser, pieces.append)
+    made = Answer(TOKENIZER, most, [END], stop, parser, pieces.append)
+    if text is not None:
+        made.feed([*ids(text), END])
+    return made, pieces
 
 
 def groups(tokens: list[int], seed: int) -> Iterator[list[int]]:
@@ -78,8 +81,7 @@ def first_stop(text: str, stop: Sequence[str]) -> str:
     ],
 )
 def test_an_answer_ends_before_its_first_stop_string(stop: list[str], expected: str) -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, stop=stop)
+    made, pieces = answer(stop=stop)
     text = "One two, one twofold."
     ended = [made.feed(group) for group in groups([*ids(text), END, *ids("more")], 0)]
     assert ended[-1]
@@ -94,8 +96,7 @@ def test_where_an_answer_ends_does_not_depend_on_its_pieces(sizes: int) -> None:
         numbers = random.Random(seed)
         text = "".join(numbers.choices("abé", k=30))
         stop = ["".join(numbers.choices("abé", k=numbers.randint(2, 6))) for _ in range(numbers.randint(1, 4))]
-        pieces: list[Piece] = []
-        made = answer(pieces, stop=stop)
+        made, pieces = answer(stop=stop)
         for start in range(0, len(text), sizes):  # as tokens of several characters
             if made.finish_reason is None:
                 made._add(text[start : start + sizes])
@@ -104,37 +105,29 @@ def test_where_an_answer_ends_does_not_depend_on_its_pieces(sizes: int) -> None:
 
 
 def test_what_cannot_begin_a_stop_string_is_sent_at_once() -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, stop=["abc"])
-    sent = []
+    (made, pieces), sent = answer(stop=["abc"]), []
     for token in ids("xabab"):
         made.feed([token])
         sent.append(text_of(pieces))
     assert sent == ["x", "x", "x", "xab", "xab"]
 
 
-def test_an_answer_has_max_tokens_at_most() -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, most=4, stop=["four"])
+@pytest.mark.parametrize(("most", "reason", "text"), [(4, "stop", ""), (3, "length", "fou")])
+def test_an_answer_has_max_tokens_at_most(most: int, reason: str, text: str) -> None:
+    made, pieces = answer(most=most, stop=["four"])
     assert made.feed(ids("four?")) is True
-    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("stop", 4, "")
-    pieces.clear()
-    made = answer(pieces, most=3, stop=["four"])
-    assert made.feed(ids("four?")) is True
-    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("length", 3, "fou")
+    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == (reason, most, text)
 
 
 def test_an_end_token_ends_an_answer_and_is_no_part_of_it() -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, most=3)
+    made, pieces = answer(most=3)
     assert made.feed([*ids("ab"), END, *ids("c")])
     assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("stop", 3, "ab")
 
 
 def test_characters_split_over_tokens_are_sent_whole() -> None:
     text = "Grüße, 世界 🙂!"
-    pieces: list[Piece] = []
-    made = answer(pieces)
+    made, pieces = answer()
     for token in ids(text):
         made.feed([token])
     assert [value for _, value in pieces] == list(text)
@@ -144,24 +137,21 @@ def test_bytes_that_are_no_text_are_replaced_as_the_tokenizer_does() -> None:
     """But for an unfinished character at the end."""
     for seed in range(20):
         tokens = random.Random(seed).choices(range(3, 259), k=60)
-        pieces: list[Piece] = []
-        answer(pieces, most=60).feed(tokens)
+        made, pieces = answer(most=60)
+        made.feed(tokens)
         assert text_of(pieces).rstrip("\ufffd") == TOKENIZER.decode(tokens).rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("parsed", [False, True])
 def test_stop_strings_of_bytes_that_are_no_text_do_not_break_an_answer(parsed: bool) -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, stop=["\ufffd\ufffd!"], parsed=parsed)
-    made.feed([*ids(b"a\xff\xfe!b"), END])
+    _, pieces = answer(b"a\xff\xfe!b", stop=["\ufffd\ufffd!"], parsed=parsed)
     assert text_of(pieces) == "a"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_reasoning_and_tool_calls_are_found_in_an_answer(seed: int) -> None:
     text = f"<think>Should I?</think>Let me see.{CALL}\n{CALL}"
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True)
+    made, pieces = answer(parsed=True)
     for group in groups([*ids(text), END], seed):
         made.feed(group)
     assert made.finish_reason == "tool_calls"
@@ -174,18 +164,14 @@ def test_reasoning_and_tool_calls_are_found_in_an_answer(seed: int) -> None:
 
 def test_a_stop_string_ends_reasoning_and_tool_calls_too() -> None:
     for text, reasoning in (("<think>I add four.</think>Nine.", "I add "), (CALL, "")):
-        pieces: list[Piece] = []
-        made = answer(pieces, stop=["four", "loo"], parsed=True)
-        made.feed([*ids(text), END])
+        made, pieces = answer(text, stop=["four", "loo"], parsed=True)
         assert (made.finish_reason, text_of(pieces, "reasoning_content")) == ("stop", reasoning)
         assert "tool_calls" not in dict(pieces)
 
 
 @pytest.mark.parametrize("text", ["<", "a <think", "1 < 2 <tool", "<think>", " \n"])
 def test_what_only_begins_like_a_tag_is_text(text: str) -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True)
-    made.feed([*ids(text), END])
+    made, pieces = answer(text, parsed=True)
     assert made.finish_reason == "stop"
     assert text_of(pieces).strip() == text.removesuffix("<think>").strip()
 
@@ -193,9 +179,7 @@ def test_what_only_begins_like_a_tag_is_text(text: str) -> None:
 @pytest.mark.parametrize("parsed", [False, True])
 def test_an_end_token_that_a_parser_does_not_know_is_no_part_of_the_answer(parsed: bool) -> None:
     """Such as that of DeepSeek-R1-Distill-Qwen, a model of type qwen2."""
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=parsed)
-    made.feed([*ids("Yes.\n"), END])
+    made, pieces = answer("Yes.\n", parsed=parsed)
     assert (text_of(pieces).rstrip(), made.finish_reason) == ("Yes.", "stop")
 
 
@@ -217,8 +201,7 @@ def test_an_end_token_that_a_parser_does_not_know_is_no_part_of_the_answer(parse
 def test_a_tool_call_that_is_none_is_text(call: str, size: int) -> None:
     """A model wrote it, so it is no error; nothing of it is lost, nor of what follows."""
     more = " So it is." if "</" in call else ""
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True)
+    made, pieces = answer(parsed=True)
     tokens = [*ids(f"Well. {call}{more}"), END]
     for start in range(0, len(tokens), size):
         made.feed(tokens[start : start + size])
@@ -231,8 +214,7 @@ def test_a_tool_call_that_is_none_is_text(call: str, size: int) -> None:
     "said", ["", ', "arguments": ""', ', "arguments": null', ', "arguments": " "', ', "arguments": {}']
 )
 def test_a_call_without_arguments_has_an_empty_object_of_them_and_is_taken_back(said: str) -> None:
-    pieces: list[Piece] = []
-    answer(pieces, parsed=True).feed([*ids(f'<tool_call>{{"name": "now"{said}}}</tool_call>'), END])
+    _, pieces = answer(f'<tool_call>{{"name": "now"{said}}}</tool_call>', parsed=True)
     message = FORMS[0].whole([(pieces, "tool_calls")], {})["choices"][0]["message"]
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
     message = ChatCompletionMessage.model_validate(message).model_dump()  # with fields of the client's that are null
@@ -240,16 +222,13 @@ def test_a_call_without_arguments_has_an_empty_object_of_them_and_is_taken_back(
 
 
 def test_a_tool_call_that_is_none_leaves_those_before_it() -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True)
-    made.feed([*ids(f"{CALL}<tool_call>x</tool_call>"), END])
+    made, pieces = answer(f"{CALL}<tool_call>x</tool_call>", parsed=True)
     assert made.finish_reason == "tool_calls"
     assert [kind for kind, _ in pieces] == ["tool_calls", *["content"] * (len(pieces) - 1)]
 
 
 def test_a_call_does_not_hide_that_another_was_cut_off_and_has_parameters_as_of_llama_3() -> None:
-    made = answer(pieces := list[Piece](), parsed=True, most=len(ids(CALL)) + 24)
-    made.feed([*ids(CALL.replace("arguments", "parameters") * 2), END])
+    made, pieces = answer(CALL.replace("arguments", "parameters") * 2, parsed=True, most=len(ids(CALL)) + 24)
     assert made.finish_reason == "length"
     assert pieces[0] == ("tool_calls", {"index": 0, "name": "look", "arguments": '{"at": "\\u00e9"}'})
 
@@ -257,10 +236,8 @@ def test_a_call_does_not_hide_that_another_was_cut_off_and_has_parameters_as_of_
 def test_transformers_without_a_parser_gives_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
     monkeypatch.setitem(sys.modules, "transformers.cli.serving", None)
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=True)
+    made, pieces = answer(CALL, parsed=True)
     assert made.parser is None
-    made.feed([*ids(CALL), END])
     assert (text_of(pieces), made.finish_reason) == (CALL, "stop")
 
 
@@ -288,8 +265,7 @@ def test_parsers_of_transformers_that_take_no_tools_are_called_without(monkeypat
 def test_what_a_template_puts_before_an_answer_says_how_to_read_it_and_is_no_part_of_it(
     start: str, text: str, reasoning: str
 ) -> None:
-    pieces: list[Piece] = []
-    answer(pieces, parsed=True, start=start).feed([*ids(text), END])
+    _, pieces = answer(text, parsed=True, start=start)
     assert (text_of(pieces), text_of(pieces, "reasoning_content")) == ("Yes.", reasoning)
 
 
@@ -297,9 +273,7 @@ def test_what_a_template_puts_before_an_answer_says_how_to_read_it_and_is_no_par
 @pytest.mark.parametrize("text", ["", "Yes.", f"<think>Hm.</think>Yes.{CALL}{CALL}"])
 @pytest.mark.parametrize("form", FORMS)
 def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool) -> None:
-    pieces: list[Piece] = []
-    made = answer(pieces, parsed=parsed and form.chat)
-    made.feed([*ids(text), END])
+    made, pieces = answer(text, parsed=parsed and form.chat)
     usage = usage_of(7, 5, [made])
     body = form.whole([(pieces, str(made.finish_reason))], usage)
     form = replace(form, include_usage=True)
@@ -325,9 +299,8 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     assert deltas[0].role == message.role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
     calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert [(c.id, c.index, c.type) for c in calls] == [
-        (c.id, i, c.type) for i, c in enumerate(message.tool_calls or [])
-    ]
+    whole = [(call.id, i, call.type) for i, call in enumerate(message.tool_calls or [])]
+    assert [(call.id, call.index, call.type) for call in calls] == whole
     assert chat.usage == chunks[-1].usage
     assert chat.usage is not None
     assert chat.usage.prompt_tokens_details is not None

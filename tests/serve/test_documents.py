@@ -42,9 +42,7 @@ def test_a_request_asks_about_documents(served: Served) -> None:
     assert fast.usage.prompt_tokens_details.cached_tokens == ids.shape[1] - len("Who?</s><assistant>") + 3
 
 
-def test_contexts_of_ask_are_found_by_name_and_those_of_serve_by_their_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_of_ask_are_found_by_name_and_those_of_serve_by_their_tokens(tmp_path: Path, monkeypatch: Any) -> None:
     """Of a method whose documents stand beside no others; an answer depends on what the request names."""
     text, question = TEXTS["whale"] * 3, "Who?"
     with serving(tmp_path) as served:

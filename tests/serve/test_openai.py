@@ -1,6 +1,4 @@
-"""Fields of the OpenAI API that need the logits of each token, or several answers: at once and one by one."""
-
-from __future__ import annotations
+"""What clients get whether requests are answered at once or one by one: answers, and fields of the OpenAI API."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import pytest
 import torch
 from byte_tokenizer import CHAT
 from families import make
-from served import LONG, Served, request, serving, serving_together, session_ids, text_of, until
+from served import LONG, Served, request, serving, serving_together, session_ids, session_text, streamed, text_of, until
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 LONGROPE = {
@@ -25,17 +23,54 @@ STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
 
 
 @pytest.fixture(scope="module", params=[serving_together, serving])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A server of codes for the tests that leave it as it was."""
-    with request.param() as made:
-        yield made
-
-
-@pytest.fixture(scope="module", params=[serving_together, serving])
 def exact(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server without codes."""
     with request.param(method="fp16") as made:
         yield made
+
+
+def test_answers_are_those_of_the_model(exact: Served) -> None:
+    """Of a text and a conversation, streamed and not."""
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    said = exact.loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    of_text, of_talk = ((session_text(prompt, 30), ["length"]) for prompt in ("Hi you", said))
+    done, chat = exact.complete("Hi you", 30).choices[0], exact.chat("Hi", 30).choices[0]
+    assert (done.text, [done.finish_reason]) == of_text
+    assert (chat.message.content, [chat.finish_reason]) == of_talk
+    with exact.client() as client:
+        stream = client.completions.create(model="tiny", prompt="Hi you", max_tokens=30, stream=True)
+        assert streamed(stream)[:2] == of_text
+        talk = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=30, stream=True)
+        assert streamed(talk)[:2] == of_talk
+
+
+def test_a_seed_repeats_a_sample(served: Served) -> None:
+    def sample(seed: int | None) -> str:
+        return str(served.chat("Hi", 20, temperature=1.0, seed=seed).choices[0].message.content)
+
+    assert sample(5) == sample(5)
+    assert len({sample(5), sample(6), sample(None), sample(None)}) == 4
+
+
+def test_a_stop_string_ends_an_answer_and_its_work(exact: Served) -> None:
+    text = session_text("Stop", 40)
+    stop = text[len(text) // 2 :][:3]
+    done = exact.complete("Stop", LONG, stop=[stop, "never there"])
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    assert done.usage.completion_tokens < 40
+    until(lambda: exact.counted("vllm:num_requests_running") == 0)
+
+
+def test_health_and_metrics(served: Served) -> None:
+    assert json.loads(served.ask("/health").body) == {"status": "ok"}
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count")
+    before = [served.counted(name, model_name="tiny") for name in names]
+    requests = served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200")
+    usage = served.complete("Count", 7).usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (5, 7, 0)
+    assert [served.counted(name) - x for name, x in zip(names, before, strict=True)] == [5, 7, 1]
+    assert served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200") == requests + 1
+    assert served.ask("/v1/completions", {"prompt": "Hi"}).headers["x-kvcli-method"] == "rtn-2"
 
 
 def test_several_answers_to_one_prompt(served: Served) -> None:
@@ -60,7 +95,7 @@ def test_one_of_several_answers_that_cannot_wait_takes_none() -> None:
         until(lambda: served.engine._running)
         with pytest.raises(openai.RateLimitError):
             served.complete("Two", 2, n=4)
-        until(lambda: served.engine.num_waiting == 0 or all(x.cancelled.is_set() for x in served.engine._waiting))
+        until(lambda: len(served.engine._waiting) == 0 or all(x.cancelled.is_set() for x in served.engine._waiting))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -102,9 +102,7 @@ def test_a_browser_shows_figures_on_a_phone_and_a_desk_by_day_and_night(
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "sesame"])
-def test_a_browser_asks_for_a_key_where_one_is_needed(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_browser_asks_for_a_key_where_one_is_needed(key: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A script at the end of the page's own types it."""
     monkeypatch.chdir(tmp_path)
     own = Path(app_module.__file__).with_name("page.html").read_text()

@@ -230,9 +230,7 @@ def test_a_damaged_context_is_passed_over(opened: Callable[..., Any]) -> None:
     prefixes.contexts.close()
     for path in (prefixes.contexts.store.folder / "blocks").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    fresh = Prefixes(
-        maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, lambda line: None), 0
-    )
+    fresh = Prefixes(maker.session, ServedContexts(prefixes.contexts.store, maker.loaded.tokenizer, None, print), 0)
     again, prefix = answer(maker, fresh, tokens(LONG))
     assert again == made
     assert prefix.source == "none"

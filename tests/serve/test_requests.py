@@ -1,7 +1,5 @@
 """Bodies of requests: what is understood, and that everything else is refused by its name."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -82,8 +80,7 @@ def test_other_models_do_not_exist() -> None:
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ApiError, match="empty"):
-        chat(stop=["a", ""])
+    assert "empty" in str(refused(json.dumps({"messages": MESSAGES, "stop": ["a", ""]}).encode()))
 
 
 def test_messages_become_what_templates_take() -> None:
@@ -143,9 +140,7 @@ def test_an_assistant_may_have_said_nothing(said: dict[str, Any]) -> None:
     ],
 )
 def test_messages_of_another_form_are_refused(message: dict[str, Any]) -> None:
-    with pytest.raises(ApiError) as caught:
-        chat(messages=[*MESSAGES, message])
-    assert caught.value.param == "messages.1"
+    assert refused(json.dumps({"messages": [*MESSAGES, message]}).encode()).param == "messages.1"
 
 
 def test_a_prompt_is_one_text_or_token_ids() -> None:

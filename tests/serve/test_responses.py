@@ -1,25 +1,16 @@
 """`/v1/responses`: what the stock client gets, beside chat."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from served import Served, serving, serving_together
+from served import Served
 
 from kvcli.serve.requests import ApiError, parse
 from kvcli.serve.responses import ResponseForm, ResponsesBody
 
 TEXT = "It was the best of times, it was the worst of times."
-
-
-@pytest.fixture(scope="module", params=[serving_together, serving])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with request.param() as made:
-        yield made
 
 
 def respond(served: Served, said: Any, **fields: Any) -> Any:

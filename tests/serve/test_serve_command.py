@@ -1,21 +1,16 @@
 """`kvcli serve` as a process: what it refuses to start with, how it ends, and what a killed one leaves."""
 
-import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from byte_tokenizer import CHAT, byte_tokenizer
 from console import METHOD, invoke, refused
-from factories import make_model
-from served import answered, request, until
+from served import answered, request, start_server, until
 
 from kvcli.artifact.recipe import Recipe
 from kvcli.cli.output import Output
@@ -29,33 +24,15 @@ from kvcli.serve.sequential import SequentialEngine
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model."""
-    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer(CHAT)
-    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    return made
-
-
 @pytest.fixture
-def start(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], openai.OpenAI]]]:
+def start(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], openai.OpenAI]]]:
     """Starts servers, and makes clients of them."""
     processes: list[subprocess.Popen[str]] = []
 
     def start_one(*options: str, key: str = "none") -> tuple[subprocess.Popen[str], openai.OpenAI]:
-        command = [sys.executable, "-m", "kvcli", "serve", str(folder), *METHOD, "--port", "0", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+        process, url = start_server(tiny_folder, *METHOD, *options, cwd=tmp_path)
         processes.append(process)
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"serving (http://127\.0\.0\.1:\d+/v1)", line):
-                url = found[1]
-                return process, openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
-        raise AssertionError("".join(lines))
+        return process, openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
 
     yield start_one
     for process in processes:
@@ -63,16 +40,16 @@ def start(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[subproce
         process.communicate()
 
 
-def complete(client: openai.OpenAI, folder: Path, prompt: str, **options: Any) -> Any:
-    return client.completions.create(model=str(folder), prompt=prompt, **options)
+def complete(client: openai.OpenAI, tiny_folder: Path, prompt: str, **options: Any) -> Any:
+    return client.completions.create(model=str(tiny_folder), prompt=prompt, **options)
 
 
-def test_servers_that_others_could_use_unasked_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_servers_that_others_could_use_unasked_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     empty, binary, good = (tmp_path / name for name in ("empty", "binary", "good"))
     empty.write_text(" \n\n")
     binary.write_bytes(b"\xff\xfe")
     good.write_text("sesame\n")
-    serve = ("serve", str(folder), "--method", "kivi-2")
+    serve = ("serve", str(tiny_folder), "--method", "kivi-2")
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         assert "--api-key-file is needed" in refused(*serve, "--host", host)
     assert "holds no keys" in refused(*serve, "--api-key-file", str(empty))
@@ -83,10 +60,10 @@ def test_servers_that_others_could_use_unasked_are_refused(folder: Path, tmp_pat
     assert "of ASCII characters" in refused(*serve, "--api-key-file", str(good))
 
 
-def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_options_that_cannot_be_met_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")
-    serve = ("serve", str(folder), "--method", "kivi-2")
+    serve = ("serve", str(tiny_folder), "--method", "kivi-2")
     assert "exclude each other" in refused(*serve, "--store", str(tmp_path / "store"), "--no-store")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -98,12 +75,11 @@ def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) ->
         refused(*serve, *options)
 
 
-def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Path) -> None:
+def test_requests_in_the_same_passes_follow_a_recipe(tiny_folder: Path, tmp_path: Path) -> None:
     """But for its `flush_block`, which pages do not have."""
     settings = {"k_bits": [4, 3, 2], "v_bits": 2, "sink_length": 2, "residual_length": 8, "flush_block": 4}
-    recipe = Recipe(
-        model=str(folder), fingerprint=load_model(str(folder)).fingerprint, method="turboquant", settings=settings
-    )
+    fingerprint = load_model(str(tiny_folder)).fingerprint
+    recipe = Recipe(model=str(tiny_folder), fingerprint=fingerprint, method="turboquant", settings=settings)
     recipe.save(tmp_path / "r.yaml")
     options, output = ServeOptions(recipe=tmp_path / "r.yaml"), Output(quiet=True)
     kept = {"hot_bytes": 2**24, "store": None, "store_bytes": None}
@@ -123,10 +99,10 @@ def test_requests_in_the_same_passes_follow_a_recipe(folder: Path, tmp_path: Pat
     ],
 )
 def test_what_has_no_pages_is_answered_one_by_one(
-    options: dict[str, Any], reason: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], reason: str | None, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a line that says why, or because that was asked for; settings hold all the same."""
-    made = ServeOptions(model=str(folder), residual_length=32, **options)
+    made = ServeOptions(model=str(tiny_folder), residual_length=32, **options)
     kept = {"hot_bytes": parse_size(made.hot_memory), "store": None, "store_bytes": None}
     with _engine(made, kept, Output(), print) as (_, engine, _):
         assert isinstance(engine, SequentialEngine)
@@ -137,18 +113,18 @@ def test_what_has_no_pages_is_answered_one_by_one(
     assert (reason or "") in told
 
 
-def test_a_server_listens_before_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_listens_before_it_says_so(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(_: Any, sockets: list[socket.socket]) -> None:
         socket.create_connection(sockets[0].getsockname(), timeout=30).close()
 
     monkeypatch.setattr("uvicorn.Server.run", connect)
-    assert "serving http" in invoke("serve", str(folder), *METHOD, "--port", "0", "--no-store").stderr
+    assert "serving http" in invoke("serve", str(tiny_folder), *METHOD, "--port", "0", "--no-store").stderr
 
 
 @pytest.mark.parametrize("option", ["--max-batch=1", "--no-store"])
-def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], folder: Path) -> None:
+def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], tiny_folder: Path) -> None:
     process, client = start(option, "--grace", "300")
-    stream = complete(client, folder, "Go on", max_tokens=300, stream=True, stream_options={"include_usage": True})
+    stream = complete(client, tiny_folder, "Go on", max_tokens=300, stream=True, stream_options={"include_usage": True})
     next(stream)
     process.terminate()
     events = [*stream]
@@ -158,7 +134,7 @@ def test_a_signal_lets_an_answer_end(option: str, start: Callable[..., Any], fol
 
 
 @pytest.mark.parametrize("option", ["--max-batch=1", "--no-store"])
-def test_ctrl_c_ends_answers_that_take_too_long(option: str, start: Callable[..., Any], folder: Path) -> None:
+def test_ctrl_c_ends_answers_that_take_too_long(option: str, start: Callable[..., Any], tiny_folder: Path) -> None:
     process, client = start(option, "--grace", "0")
     body = {"prompt": "Go on", "max_tokens": 4000, "stream": True}
     with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=60) as connection:
@@ -169,20 +145,20 @@ def test_ctrl_c_ends_answers_that_take_too_long(option: str, start: Callable[...
     assert process.wait(120) == 0
 
 
-def test_what_was_read_outlives_a_kill(start: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
+def test_what_was_read_outlives_a_kill(start: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
     """The second server needs one of several keys."""
     process, client = start("--store", "contexts")
-    first = complete(client, folder, TEXT, max_tokens=12)
+    first = complete(client, tiny_folder, TEXT, max_tokens=12)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     until(lambda: ContextStore(tmp_path / "contexts").names())
     process.kill()
     process.wait(120)
     (tmp_path / "keys").write_text("sesame\r\n\n  open-up  \n")
     process, client = start("--store", "contexts", "--api-key-file", "keys", key="open-up")
-    again = complete(client, folder, TEXT, max_tokens=12)
+    again = complete(client, tiny_folder, TEXT, max_tokens=12)
     assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT) / 2
     assert again.choices[0].text == first.choices[0].text
     with pytest.raises(openai.AuthenticationError):
-        complete(client.with_options(api_key="other"), folder, "Hi", max_tokens=2)
+        complete(client.with_options(api_key="other"), tiny_folder, "Hi", max_tokens=2)
     process.terminate()
     assert process.wait(120) == 0

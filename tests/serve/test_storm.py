@@ -2,11 +2,8 @@
 
 import os
 import random
-import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +14,8 @@ from typing import Any
 
 import openai
 import pytest
-from byte_tokenizer import CHAT, byte_tokenizer
 from console import METHOD
-from factories import make_model
+from served import start_server
 
 REQUESTS = int(os.environ.get("KVCLI_STORM", "0"))
 CLIENTS = 16
@@ -42,23 +38,11 @@ class Storm:
         self.reader: Any = None
 
     def start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "kvcli", "serve", str(self.folder), *METHOD, "--port", "0"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-        self.process = subprocess.Popen(
-            [*command, "--store", str(self.store), "--max-batch", str(CLIENTS), *options],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        lines = []
-        for line in self.process.stderr:
-            lines.append(line)
-            if found := re.search(r"serving (http://127\.0\.0\.1:\d+/v1)", line):
-                self.client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=120)
-                self.reader = threading.Thread(target=self.process.stderr.read, daemon=True)
-                self.reader.start()
-                return
-        raise AssertionError("".join(lines))
+        more = ("--store", str(self.store), "--max-batch", str(CLIENTS), *options)
+        self.process, url = start_server(self.folder, *METHOD, *more)
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+        self.reader = threading.Thread(target=self.process.stderr.read, daemon=True)
+        self.reader.start()
 
     def fill_disk(self) -> None:
         """No larger file can be written from now on."""
@@ -71,34 +55,28 @@ class Storm:
         self.process.stderr.close()
         self.client.close()
 
+    def complete(self, **fields: Any) -> Any:
+        return self.client.completions.create(model=str(self.folder), **fields)
+
     def ask(self, prompt: str, sampling: dict[str, Any], count: int = 12) -> tuple[list[str], int]:
         """Texts, and how many tokens of the prompt were cached; asked again where the server was killed."""
         while True:
             with suppress(openai.APIConnectionError, RuntimeError):  # of a client that was closed with its server
-                done = self.client.completions.create(
-                    model=str(self.folder), prompt=prompt, max_tokens=count, **sampling
-                )
+                done = self.complete(prompt=prompt, max_tokens=count, **sampling)
                 return [x.text for x in done.choices], done.usage.prompt_tokens_details.cached_tokens
             time.sleep(0.2)
 
     def leave(self, prompt: str) -> None:
         """Asks, and goes away after the first token."""
-        with (
-            suppress(openai.APIConnectionError, RuntimeError),
-            self.client.completions.create(
-                model=str(self.folder), prompt=prompt, max_tokens=500, stream=True
-            ) as stream,
-        ):
+        stop = suppress(openai.APIConnectionError, RuntimeError)
+        with stop, self.complete(prompt=prompt, max_tokens=500, stream=True) as stream:
             next(stream, None)
 
 
 @pytest.fixture
-def storm(tmp_path: Path) -> Iterator[Storm]:
+def storm(tiny_folder: Path, tmp_path: Path) -> Iterator[Storm]:
     """A server of a tiny model, which ends with the test."""
-    folder, tokenizer = tmp_path / "tiny", byte_tokenizer(CHAT)
-    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    made = Storm(folder, tmp_path / "alone")
+    made = Storm(tiny_folder, tmp_path / "alone")
     yield made
     made.kill()
 

@@ -46,9 +46,8 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 def inline(page: Path) -> Iterator[list[str]]:
     """The command lines of kvcli and research in the prose of a page, without placeholders at their end."""
-    for text in re.findall(
-        r"`((?:kvcli|python -m research) [^`]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    ):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for text in re.findall(r"`((?:kvcli|python -m research) [^`]+)`", prose):
         yield from _split(" ".join(text.split()))
 
 

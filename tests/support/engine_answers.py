@@ -1,11 +1,10 @@
 """What engines answer, and what sessions of the same codes answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ class Answer:
     tokens: list[int]
     logprobs: Tensor | None
 
-    def part(self, start: int, stop: int) -> Answer:
-        return Answer(self.tokens[start:stop], None if self.logprobs is None else self.logprobs[start:stop])
+    def part(self, start: int, stop: int) -> Self:
+        return type(self)(self.tokens[start:stop], None if self.logprobs is None else self.logprobs[start:stop])
 
 
 def prompts_of(model: Any, *lengths: int) -> list[list[int]]:
@@ -58,6 +57,11 @@ def check(
     torch.testing.assert_close(expected.amax(-1), chosen, rtol=0, atol=atol)
 
 
+def check_each(model: Any, session: Any, prompts: Sequence[Any], answers: Sequence[Answer], **options: Any) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        check(model, session, prompt, answer, **options)
+
+
 def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:
     return kvcli.attach(model, name, artifact=artifact, **{**WITHOUT_WINDOW, **settings})
 
@@ -86,3 +90,12 @@ class PagedCache(DynamicCache):
                 coded[:, :, :start] = coded[:, :, start : start + 1]  # sinks do not widen the scale of their group
                 x[:, :, start:closed] = side.decode(side.encode(coded, None), None)[:, :, start:]
         return keys, values
+
+
+def pages_of(
+    model: Any, *method: str, sinks: int = 0, residual: int = 0, first: int = 0, **settings: Any
+) -> SimpleNamespace:
+    """What makes caches that have codes as an engine has them, in layers of full attention."""
+    with kvcli.attach(model, *method, **settings) as session:
+        codecs = {session.spec.in_model(layer_idx): codec for layer_idx, codec in enumerate(session.codecs)}
+    return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks, residual, first, model.config))

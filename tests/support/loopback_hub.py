@@ -62,9 +62,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             added = {x["value"]["path"]: base64.b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
             commit = hashlib.sha1(body).hexdigest()
             hub.commits[repo][commit] = {**hub.found(repo, "main")[1], **added}  # type: ignore[index]
-            return self.answer(
-                {"success": True, "commitOid": commit, "commitUrl": f"https://huggingface.co/{repo}/commit/{commit}"}
-            )
+            url = f"https://huggingface.co/{repo}/commit/{commit}"
+            return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
 
         def do_GET(self) -> None:
             words = unquote(self.path).strip("/").split("/")

@@ -1,9 +1,11 @@
 """A server of a tiny random model in the process of the tests, and clients of it."""
 
-from __future__ import annotations
-
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,24 @@ def until(happens: Callable[[], Any], seconds: float = 120) -> None:
     while not happens():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+@dataclass
+class Answered:
+    """Status, headers and body of a response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def error(self) -> dict[str, Any]:
+        """The error that it tells in the form of the OpenAI API."""
+        (name,) = json.loads(self.body)
+        assert name == "error"
+        error = json.loads(self.body)["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == ("server_error" if self.status >= 500 else "invalid_request_error")
+        return dict(error)
 
 
 @dataclass
@@ -100,24 +120,6 @@ class Served:
             ids = torch.tensor([self.loaded.tokenizer(prompt)["input_ids"]])
         made = self.session.generate(ids, sampling=SamplingConfig(count)).sequences[0, ids.shape[1] :]
         return str(self.loaded.tokenizer.decode(made)).rstrip("\ufffd")
-
-
-@dataclass
-class Answered:
-    """Status, headers and body of a response."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    def error(self) -> dict[str, Any]:
-        """The error that it tells in the form of the OpenAI API."""
-        (name,) = json.loads(self.body)
-        assert name == "error"
-        error = json.loads(self.body)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["type"] == ("server_error" if self.status >= 500 else "invalid_request_error")
-        return dict(error)
 
 
 def request(path: str, body: Any = None, *headers: str, method: str = "", host: str = "localhost") -> bytes:
@@ -218,6 +220,19 @@ def listening(opened: Server) -> Iterator[int]:
         opened.engine.close()
 
 
+def start_server(folder: Path, *options: str, cwd: Path | None = None) -> tuple[Any, str]:
+    """A process of `kvcli serve` that accepts requests, and its URL."""
+    command = [sys.executable, "-m", "kvcli", "serve", str(folder), "--port", "0", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+    process: Any = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True, env=environment)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"serving (http://127\.0\.0\.1:\d+/v1)", line):
+            return process, found[1]
+    raise AssertionError("".join(lines))
+
+
 @contextmanager
 def busy(served: Served) -> Iterator[None]:
     """The engine works on a request as long as this is open; those that come meanwhile wait."""
@@ -239,6 +254,17 @@ def busy(served: Served) -> Iterator[None]:
     finally:
         release.set()
         thread.join()
+
+
+def streamed(events: Any) -> tuple[str, list[str], Any]:
+    """Text, finish reasons and usage of a stream."""
+    text, reasons, usage = "", [], None
+    for event in events:
+        usage = event.usage or usage
+        for choice in event.choices:
+            text += (choice.text if hasattr(choice, "text") else choice.delta.content) or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    return text, reasons, usage
 
 
 def session_ids(prompt: str, count: int, seed: int = 0, **sampling: Any) -> list[int]:

@@ -1,7 +1,5 @@
 """Chunks as bytes and back, in the forms that LMCache has, without LMCache."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The store of codes behind SGLang's factory and its host pool of pages."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
@@ -93,9 +91,8 @@ def make_storage(model: Path, folder: Path, layout: str = "layer_first", **chang
     """A backend as SGLang makes it, and its pool."""
     shape = {name: changes.pop(name) for name in ("head_dim", "dtype") if name in changes}
     pool = make_pool(layout, changes.pop("heads", HEADS), **shape)
-    of_config = {
-        name: changes.pop(name) for name in list(changes) if name in hicache.HiCacheStorageConfig.__annotations__
-    }
+    fields = hicache.HiCacheStorageConfig.__annotations__
+    of_config = {name: changes.pop(name) for name in list(changes) if name in fields}
     coding = {} if {"artifact", "method"} & changes.keys() else {"method": "kivi-2"}
     extra = {"backend_name": "kvcli", "module_path": "kvcli.integrations.sglang.storage", "class_name": "KvcliStorage"}
     extra |= {"interface_v1": 1, "folder": str(folder), **coding, **changes}

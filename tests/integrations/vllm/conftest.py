@@ -1,7 +1,5 @@
 """How a test names a method to engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

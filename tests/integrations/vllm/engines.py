@@ -1,7 +1,5 @@
 """Engines of vLLM in this process, and what they answer."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator, Sequence

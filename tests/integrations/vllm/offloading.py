@@ -1,7 +1,5 @@
 """A scheduler's side of vLLM's offloading, with a tier of codes: vLLM's own manager and memory, without a worker."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`kvcli serve --engine vllm` with a stand-in for vLLM that says how it was called, and with vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,9 +14,7 @@ from urllib.request import urlopen
 
 import openai
 import pytest
-from byte_tokenizer import byte_tokenizer
 from console import invoke, refused
-from factories import make_model
 from families import tiny_config
 from prometheus_client import Gauge
 
@@ -26,13 +22,10 @@ from kvcli.serve.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tiny_folder: Path) -> str:
     """The folder of a tiny model, with a file of one key."""
-    made = tmp_path_factory.mktemp("models") / "tiny"
-    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
-    byte_tokenizer().save_pretrained(made)
-    (made / "key").write_text("sesame\n")
-    return str(made)
+    (tiny_folder / "key").write_text("sesame\n")
+    return str(tiny_folder)
 
 
 @pytest.fixture
@@ -95,9 +88,8 @@ def test_windows_are_left_to_vllm(stand_in: Path, tmp_path: Path) -> None:
     with patch("os.execve", lambda *call: (ran.append(call), sys.exit(0))):
         invoke(*command)
     ((_, arguments, _),) = ran
-    assert json.loads(arguments[arguments.index("--attention-config") + 1]) == {
-        "backend_per_kind": {"full_attention": "CUSTOM"}
-    }
+    config = json.loads(arguments[arguments.index("--attention-config") + 1])
+    assert config == {"backend_per_kind": {"full_attention": "CUSTOM"}}
     assert "--attention-backend" not in arguments
     assert "omit it after --" in refused(*command, "--", "--attention-config={}")
 

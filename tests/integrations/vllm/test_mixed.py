@@ -1,7 +1,5 @@
 """Codes in the pages of layers of full attention, beside layers whose cache vLLM keeps."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import PagedCache, check, prompts_of, session_of
+from engine_answers import check, check_each, pages_of, prompts_of, session_of
 from engines import answers, engine, fitted, needs_vllm, saved
 from families import make
 
@@ -18,10 +16,8 @@ from kvcli.errors import CacheError, KvcliError, UnsupportedModelError, UsageErr
 
 pytestmark = needs_vllm()
 
-SIZES = {
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}  # vLLM's own attention on a CPU has heads of 32 channels and more
+SIZES = {"head_dim": 64, "max_position_embeddings": 4096}
+"""Of models; vLLM's own attention on a CPU has heads of 32 channels and more."""
 WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
 GRANITE = {"hidden_size": 256, "mamba_d_head": 64, "num_attention_heads": 4}
 """A model with Mamba layers that vLLM has on a CPU, for prompts of one page."""
@@ -32,13 +28,6 @@ def groups_of(llm: Any) -> dict[str, tuple[int, int]]:
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return {type(x).__name__: (x.block_size, x.page_size_bytes) for x in specs}
-
-
-def pages_of(model: Any, name: str, **exact: int) -> Any:
-    """What makes caches that have codes as an engine has them, in layers of full attention."""
-    with kvcli.attach(model, name) as session:
-        codecs = {session.spec.in_model(layer_idx): codec for layer_idx, codec in enumerate(session.codecs)}
-    return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, config=model.config, **exact))
 
 
 @pytest.mark.parametrize("family", WINDOWS)
@@ -53,8 +42,7 @@ def test_windows_are_those_of_vllm(family: str, name: str, ask: Any, tmp_path: P
         found, pages = [answers(llm, [prompt])[0] for prompt in prompts], groups_of(llm)
     with session_of(model, name, artifact, **settings) as session:
         bits = max(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer, chunk=64)
+        check_each(model, session, prompts, found, chunk=64)
         if name == "turboquant-3":  # what klt loses here is too little to see
             with pytest.raises(AssertionError):
                 check(model, session, prompts[3], found[3])
@@ -74,8 +62,7 @@ def test_sinks_recent_tokens_and_groups_beside_windows(ask: Any, tmp_path: Path)
         alone = [answers(llm, [prompt], 40)[0] for prompt in prompts]
         together = answers(llm, prompts, 40)
     paged = pages_of(model, "kivi-2", sinks=2, residual=32)
-    for prompt, answer in zip(prompts, alone, strict=True):
-        check(model, paged, prompt, answer, chunk=64)
+    check_each(model, paged, prompts, alone, chunk=64)
     check(model, paged, prompts[0], together[0])
     assert [len(answer.tokens) for answer in together] == [40] * len(prompts)
 
@@ -141,8 +128,7 @@ def test_layers_of_unequal_bits_have_pages_of_one_kind(ask: Any, tmp_path: Path)
     assert len(config.kv_cache_groups) == 2
     exact = {"sink_length": 100, "residual_length": 0, "flush_block": 1}
     with kvcli.attach(model, "rtn", sequence_offset="none", k_bits=bits, v_bits=4, **exact) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer)
+        check_each(model, session, prompts, found)
 
 
 def test_states_beside_many_sinks(ask: Any, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What environment variables name, and the codecs of a model of which there is a config and a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from engines import fitted, with_biases
 from factories import load, make_model
 from families import make
 
-from kvcli.artifact.artifact import Artifact
 from kvcli.artifact.choice import MethodChoice
 from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.errors import ArtifactError, ConfigError, ModelError, UnsupportedModelError, UsageError
@@ -92,9 +89,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Met
     return named
 
 
-def test_a_recipe_gives_method_bits_and_window(
-    recipe: Callable[..., MethodChoice], tiny_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_gives_method_bits_and_window(recipe: Any, tiny_model: Any, monkeypatch: Any) -> None:
     """Its `flush_block` has no effect in pages; KVCLI_SETTINGS change the rest."""
     read = recipe(tiny_model)
     assert (read.method, read.artifact) == ("turboquant", None)
@@ -106,9 +101,7 @@ def test_a_recipe_gives_method_bits_and_window(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_recipe_of_another_model_is_refused(
-    ranks: int, recipe: Callable[..., MethodChoice], tiny_model: Any, tmp_path: Path
-) -> None:
+def test_a_recipe_of_another_model_is_refused(ranks: int, recipe: Any, tiny_model: Any, tmp_path: Path) -> None:
     """Also where a process has a part of the heads; random weights belong to every recipe."""
     tiny_model.save_pretrained(tmp_path)
     read = recipe(tiny_model)
@@ -122,9 +115,7 @@ def test_a_recipe_of_another_model_is_refused(
     assert len(codecs_of(tiny_model.config, read, ranks, None)[1]) == 3
 
 
-def test_a_recipe_names_its_artifact(
-    recipe: Callable[..., MethodChoice], tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
-) -> None:
+def test_a_recipe_names_its_artifact(recipe: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path) -> None:
     tiny_artifact(get_method("oscar")).save(tmp_path / "a")
     named = {"artifact": str(tmp_path / "a"), "artifact_sha256": artifact_sha256(tmp_path / "a")}
     read = recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
@@ -135,9 +126,7 @@ def test_a_recipe_names_its_artifact(
         recipe(tiny_model, "oscar", {"sink_length": 2}, **named)
 
 
-def test_what_a_recipe_cannot_do_in_pages_is_refused_by_name(
-    recipe: Callable[..., MethodChoice], tiny_model: Any
-) -> None:
+def test_what_a_recipe_cannot_do_in_pages_is_refused_by_name(recipe: Any, tiny_model: Any) -> None:
     for method, settings, message in (
         ("kivi", {"k_bits": [2, 16, 2]}, "groups of different sizes .* layer 1 has groups of 1 "),
         ("squat", {"k_bits": 2}, "codes of method 'squat' depend on other tokens"),

@@ -1,7 +1,5 @@
 """The tier of codes under vLLM's own tiering manager and memory, which stands in for a GPU's worker."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -153,9 +151,7 @@ def connector(model_folder: Path, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def test_the_model_is_as_flags_of_the_engine_changed_it(
-    connector: Callable[..., Any], model_folder: Path, artifact: Path
-) -> None:
+def test_the_model_is_as_flags_of_the_engine_changed_it(connector: Any, model_folder: Path, artifact: Path) -> None:
     scaled = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
     for coding in ({"method": "kivi-2"}, {"artifact": str(artifact)}):
         plain = Served.load(ChunkSettings(model=str(model_folder), **coding))
@@ -288,9 +284,7 @@ def test_a_chunk_that_is_not_full_yet_is_not_coded(engines: Any, chunks: Any) ->
     assert [slot is None for slot in engines().read(3)] == [False, False, True]
 
 
-def test_a_job_that_fails_is_told_and_ends_no_engine(
-    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_fails_is_told_and_ends_no_engine(engines: Any, chunks: Any, monkeypatch: Any) -> None:
     """Also while another request looks for the same chunks."""
     engine, asked = engines(), context(3, True)
     monkeypatch.setattr(type(engine.tier.groups[0]), "encode", None)
@@ -362,9 +356,7 @@ def test_vllm_is_told_which_stores_failed(engines: Any, chunks: Any) -> None:
         assert told == [success]
 
 
-def test_jobs_that_were_not_begun_are_given_up_at_the_end(
-    engines: Any, chunks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_were_not_begun_are_given_up_at_the_end(engines: Any, chunks: Any, monkeypatch: Any) -> None:
     engine, begun = engines(), list[int]()
     monkeypatch.setattr(type(engine.tier.groups[0]), "encode", lambda *_: begun.append(1) or time.sleep(0.3) or [])
     for number in range(5):

@@ -1,7 +1,5 @@
 """Pages of codes that vLLM's connectors move elsewhere and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,7 @@ def test_pages_that_vllm_kept_elsewhere_come_back_as_codes(
 
 def test_pages_of_groups_are_not_moved(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     ask("kivi-2", residual_length=32)
-    moved = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with (
-        pytest.raises(UsageError, match="encodes 32 tokens together"),
-        engine(saved(tiny_model, tmp_path), block_size=32, kv_transfer_config=moved),
-    ):
+    options = {"block_size": 32, "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
+    folder = saved(tiny_model, tmp_path)
+    with pytest.raises(UsageError, match="encodes 32 tokens together"), engine(folder, **options):
         pass

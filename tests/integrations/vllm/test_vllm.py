@@ -1,7 +1,5 @@
 """vLLM's pages as codes, beside sessions of the same codes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
+from engine_answers import NEW_TOKENS, check, check_each, pages_of, prompts_of, session_of
 from engines import answers, engine, fitted, needs_vllm, saved, with_biases
 from factories import load, make_model
 from families import make
@@ -43,8 +41,7 @@ def test_answers_are_those_of_a_session_without_a_window(
     with engine(saved(tiny_model, tmp_path)) as llm:
         found = answers(llm, prompts)
     with session_of(tiny_model, name, artifact) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(tiny_model, session, prompt, answer)
+        check_each(tiny_model, session, prompts, found)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -62,10 +59,8 @@ def test_sinks_and_recent_tokens_are_exact(
         together = answers(llm, prompts)
     exact = {"sink_length": 3, "residual_length": 7, "flush_block": 1}
     with kvcli.attach(tiny_model, name, artifact=artifact, **exact) as session:
-        for prompt, answer in zip(prompts, alone, strict=True):
-            check(tiny_model, session, prompt, answer, chunk=64)
-        for prompt, answer in zip(prompts[:3], together, strict=False):
-            check(tiny_model, session, prompt, answer)
+        check_each(tiny_model, session, prompts, alone, chunk=64)
+        check_each(tiny_model, session, prompts[:3], together[:3])
 
 
 def test_exact_tokens_of_requests_that_share_a_prefix(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
@@ -78,11 +73,9 @@ def test_exact_tokens_of_requests_that_share_a_prefix(ask: Any, tiny_model: Any,
         warm = [answers(llm, [prompt])[0] for prompt in (second, third, first)]
         forget(llm)
         together = answers(llm, [first, second, third])
-    with kvcli.attach(tiny_model, "rtn-2", sequence_offset="none") as session:
-        codecs = session.codecs
 
     def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=3, residual=7, first=tokens))
+        return pages_of(tiny_model, "rtn-2", sinks=3, residual=7, first=tokens, sequence_offset="none")
 
     for answer in (cold, together[0]):
         check(tiny_model, after(0), first, answer)
@@ -99,11 +92,7 @@ def test_more_requests_than_rings_that_end_one_after_another(ask: Any, tiny_mode
     prompts = prompts_of(tiny_model, *range(20, 60))
     with engine(saved(tiny_model, tmp_path), block_size=32, max_num_seqs=3, max_num_batched_tokens=64) as llm:
         found = answers(llm, prompts, 40)
-    with kvcli.attach(tiny_model, "kivi-2") as session:
-        codecs = session.codecs
-    reference = SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=2, residual=32))
-    for prompt, answer in zip(prompts[:3], found, strict=False):
-        check(tiny_model, reference, prompt, answer)
+    check_each(tiny_model, pages_of(tiny_model, "kivi-2", sinks=2, residual=32), prompts[:3], found[:3])
     assert [len(answer.tokens) for answer in found] == [40] * 40
 
 
@@ -177,16 +166,13 @@ def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tmp_path: Path
             found = answers(llm, prompts)
         with session_of(tiny_model, name, made) as session:
             bits = [x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs]
-            for prompt, answer in zip(prompts, found, strict=True):
-                check(tiny_model, session, prompt, answer)
+            check_each(tiny_model, session, prompts, found)
         assert len(set(bits)) == (1 if made is None else 2)
         assert config.num_blocks == int(size // (16 * sum(bits) / 8))
 
 
 @pytest.mark.parametrize("name", ["turboquant", "kivi"])
-def test_a_recipe_is_followed_with_bits_by_layer(
-    name: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_followed_with_bits_by_layer(name: str, tiny_model: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """And with its sinks and recent tokens; with TurboQuant, layers are exact."""
     bits = {"turboquant": {"k_bits": [4, 16, 2], "v_bits": 16}, "kivi": {"k_bits": [4, 2, 2], "v_bits": [2, 2, 16]}}
     settings: dict[str, Any] = {**bits[name], "sink_length": 3, "residual_length": 32}
@@ -197,21 +183,12 @@ def test_a_recipe_is_followed_with_bits_by_layer(
     with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
         found = [answers(llm, [prompt], 40)[0] for prompt in prompts]
         together = answers(llm, prompts, 40)
-    with kvcli.attach(tiny_model, recipe=tmp_path / "r.yaml") as session:
-        codecs = session.codecs
-
-    def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, sinks=3, residual=32, first=tokens))
-
-    for prompt, answer in zip(prompts, found, strict=True):
-        check(tiny_model, after(0), prompt, answer)
-    for prompt, answer in zip(prompts[:3], together, strict=False):
-        check(tiny_model, after(0), prompt, answer)
+    reader = pages_of(tiny_model, recipe=tmp_path / "r.yaml", sinks=3, residual=32)
+    check_each(tiny_model, reader, prompts, found)
+    check_each(tiny_model, reader, prompts[:3], together[:3])
 
 
-def test_layers_of_vllm_0_26_ask_no_backend(
-    ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_vllm_0_26_ask_no_backend(ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The layers of the vLLM that is installed answer here as those of 0.26 do."""
     import vllm
     from vllm.model_executor.layers.attention import Attention
@@ -238,8 +215,7 @@ def test_layers_of_vllm_0_26_ask_no_backend(
     assert layers
     with session_of(tiny_model, "turboquant-3") as session:
         bits = sum(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(tiny_model, session, prompt, answer)
+        check_each(tiny_model, session, prompts, found)
     assert config.num_blocks == int(2**20 // (16 * bits / 8))
 
 
@@ -267,8 +243,7 @@ def test_families_and_shapes(
     with engine(folder, dtype=dtype) as llm:
         found = answers(llm, prompts)
     with session_of(model, method, **settings) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer, atol=atol)
+        check_each(model, session, prompts, found, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("commvq", {}), ("turboquant-3", {"key_variant": "prod"})])
@@ -303,19 +278,15 @@ def test_keys_of_scaled_rope_are_rotated_back(name: str, rope: dict[str, Any], a
     with engine(saved(model, tmp_path)) as llm:
         found = answers(llm, prompts)
     with session_of(model, name, artifact) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer)
+        check_each(model, session, prompts, found)
 
 
 def test_an_artifact_of_another_model_is_refused_at_start(
     ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path
 ) -> None:
     ask("commvq", tiny_artifact(get_method("commvq")))
-    other = make_model("llama", num_hidden_layers=2)
-    with (
-        pytest.raises(ArtifactError, match="whose shapes differ: num_layers 3 instead of 2"),
-        engine(saved(other, tmp_path)),
-    ):
+    other = saved(make_model("llama", num_hidden_layers=2), tmp_path)
+    with pytest.raises(ArtifactError, match="whose shapes differ: num_layers 3 instead of 2"), engine(other):
         pass
     for name, x in tiny_model.named_parameters():
         if name.endswith("k_proj.weight"):
@@ -349,14 +320,12 @@ def test_keys_are_encoded_when_their_group_is_whole(ask: Any, tiny_model: Any, t
         forget(llm)
         _, same_pass = answers(llm, [prompts[5], prompts[5] + prompts[0]], 40)
     with kvcli.attach(tiny_model, "kivi-2") as session:
-        codecs = session.codecs
-        bits = codecs[0].key.bits_per_token() + codecs[0].value.bits_per_token()
+        bits = session.codecs[0].key.bits_per_token() + session.codecs[0].value.bits_per_token()
 
     def after(tokens: int) -> Any:
-        return SimpleNamespace(new_cache=lambda *_: PagedCache(codecs, residual=32, first=tokens))
+        return pages_of(tiny_model, "kivi-2", residual=32, first=tokens)
 
-    for prompt, answer in zip(prompts, alone, strict=True):
-        check(tiny_model, after(0), prompt, answer, chunk=72)
+    check_each(tiny_model, after(0), prompts, alone, chunk=72)
     check(tiny_model, after(128), shared, hit, chunks=[0, 72, 128])
     check(tiny_model, after(64), prompts[5] + prompts[0], same_pass, chunks=[0, 64, 72])
     check(tiny_model, after(0), prompts[0], together[0])
@@ -440,12 +409,8 @@ def test_features_that_were_not_tried_are_refused_by_name(part: str, value: Any,
     from kvcli.integrations.vllm.engine import check_engine
 
     parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
-    config = SimpleNamespace(
-        speculative_config=None,
-        kv_transfer_config=None,
-        parallel_config=parallel,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )
+    config = SimpleNamespace(speculative_config=None, kv_transfer_config=None, parallel_config=parallel)
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
     check_engine(config)  # type: ignore[arg-type]
     *owner, name = part.split(".")
     setattr(parallel if owner else config, name, value)
@@ -483,8 +448,7 @@ def test_heads_divided_among_processes(
     with engine(saved(model, tmp_path), tensor_parallel_size=2) as llm:
         found = answers(llm, prompts)
     with session_of(model, name, artifact) as session:
-        for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer)
+        check_each(model, session, prompts, found)
 
 
 @pytest.mark.parametrize("name", ["klt", "kivi-2"])
