@@ -31,6 +31,7 @@ from kvcli.models.builtin_models import DEFAULT_MODEL
 from kvcli.models.shapes import check_shape
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.spec import bits_per_value
 
 if TYPE_CHECKING:
     from kvcli.artifact.choice import MethodChoice
@@ -40,18 +41,14 @@ if TYPE_CHECKING:
 class AttentionOptions(BenchOptions):
     """Options of `kvcli bench attention`."""
 
-    shape: str = Field(default="llama-3.1-8b", description="shape of the layer")
-    layer: int | None = Field(
-        default=None, ge=0, description="its index, for methods whose layers differ; default: the last"
-    )
+    shape: str = Field("llama-3.1-8b", description="shape of the layer")
+    layer: int | None = Field(None, ge=0, description="its index, for methods whose layers differ; default: the last")
     contexts: Lengths = Field(
-        default=[], description="context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024)"
+        [], description="context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024)"
     )
-    batches: list[str] = Field(default=[], description="sequences; repeatable; default: 1")
-    page_size: Lengths = Field(
-        default=[], description="tokens of a page, for codes in pages beside those in rows; repeatable"
-    )
-    repeats: int = Field(default=50, ge=1, description="calls timed")
+    batches: list[str] = Field([], description="sequences; repeatable; default: 1")
+    page_size: Lengths = Field([], description="tokens of a page, for codes in pages beside those in rows; repeatable")
+    repeats: int = Field(50, ge=1, description="calls timed")
 
     def check(self) -> None:
         if self.model != DEFAULT_MODEL:
@@ -76,8 +73,6 @@ FIGURES = {
 
 def timed(row: Row, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> Row:
     """The row with its times and the figures that follow from them; without `sdpa_us`, it is SDPA's own."""
-    from kvcli.spec import bits_per_value
-
     times, sdpa_us = vars(timing), row.figures.get("sdpa_us", timing.p50_us)
     return replace(row, note=timing.note).plus(
         encoded=tokens,

@@ -51,12 +51,11 @@ class ContextsOptions(WholeModelOptions):
     """Options of `kvcli bench contexts`."""
 
     prompt_tokens: Lengths = Field(
-        default=[], description="prompt lengths; repeatable; default: 2048, 8192 and 32768, on a CPU 256 and 1024"
+        [], description="prompt lengths; repeatable; default: 2048, 8192 and 32768, on a CPU 256 and 1024"
     )
-    repeats: int = Field(default=3, ge=1, description="runs timed")
+    repeats: int = Field(3, ge=1, description="runs timed")
     context_folder: Path | None = Field(
-        default=None,
-        description="folder for files, which are deleted afterwards; default: the system's temporary folder",
+        None, description="folder for files, which are deleted afterwards; default: the system's temporary folder"
     )
 
 

@@ -51,27 +51,27 @@ class GenerateBenchOptions(WholeModelOptions):
     """Options of `kvcli bench generate`."""
 
     batches: list[str] = Field(
-        default=[], description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1"
+        [], description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1"
     )
-    prompt_tokens: Lengths = Field(default=[], description="prompt lengths; repeatable; default: 512 (CPU: 256)")
+    prompt_tokens: Lengths = Field([], description="prompt lengths; repeatable; default: 512 (CPU: 256)")
     max_new_tokens: int | None = Field(
-        default=None,
+        None,
         ge=0,
         description="tokens after the prompt; times are of whole rounds of encoding after the first two, or of all "
         "tokens if there are none; default: 513, four rounds of 128 (CPU: 8)",
     )
-    repeats: int = Field(default=3, ge=1, description="runs timed")
+    repeats: int = Field(3, ge=1, description="runs timed")
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
-        default="auto",
+        "auto",
         description="how compressed rows make tokens: steps captured as CUDA graphs, the same not captured, or one "
         "forward pass each; auto: graphs on a GPU with kernels, else passes",
     )
     fill_prompt: bool = Field(
-        default=False,
+        False,
         description="fill the cache between the prompt's first and last chunk with random keys and values; the "
         "prompt's times are then left out",
     )
-    memory_budget: str | None = Field(default=None, description="limit of torch, as 24GiB or 24G; default: none")
+    memory_budget: str | None = Field(None, description="limit of torch, as 24GiB or 24G; default: none")
 
     def check(self) -> None:
         super().check()
@@ -83,17 +83,15 @@ class MemoryOptions(WholeModelOptions):
     """Options of `kvcli bench memory`."""
 
     random_weights: str | None = Field(
-        default=None, description=f"random weights of a shape instead of a model; default: {MEMORY_SHAPE}"
+        None, description=f"random weights of a shape instead of a model; default: {MEMORY_SHAPE}"
     )
-    batches: list[str] = Field(
-        default=["auto"], description="sequences, or 'auto' for the largest batch that fits; repeatable"
-    )
-    contexts: Lengths = Field(default=[32768], description="context lengths; repeatable")
-    memory_budget: str = Field(default="24GiB", description="limit of torch, as 24GiB or 24G")
+    batches: list[str] = Field(["auto"], description="sequences, or 'auto' for the largest batch that fits; repeatable")
+    contexts: Lengths = Field([32768], description="context lengths; repeatable")
+    memory_budget: str = Field("24GiB", description="limit of torch, as 24GiB or 24G")
     full_prefill: bool = Field(
-        default=False, description="compute the whole prompt, instead of filling the cache between its ends"
+        False, description="compute the whole prompt, instead of filling the cache between its ends"
     )
-    longest: bool = Field(default=True, description="also find the longest context of one sequence")
+    longest: bool = Field(True, description="also find the longest context of one sequence")
 
     def check(self) -> None:
         super().check()

@@ -50,10 +50,10 @@ _QUESTION = 32
 class ServeBenchOptions(WholeModelOptions):
     """Options of `kvcli bench serve`."""
 
-    prompt_tokens: int = Field(default=1024, ge=256, le=2**24, description="length of each client's prompt")
-    new_tokens: int = Field(default=32, ge=2, le=2**16, description="tokens of an answer")
-    clients: Lengths = Field(default=[1, 4, 16], description="clients at once; repeatable")
-    max_batch: int = Field(default=16, ge=1, description="requests that are answered at once at most; 1: without pages")
+    prompt_tokens: int = Field(1024, ge=256, le=2**24, description="length of each client's prompt")
+    new_tokens: int = Field(32, ge=2, le=2**16, description="tokens of an answer")
+    clients: Lengths = Field([1, 4, 16], description="clients at once; repeatable")
+    max_batch: int = Field(16, ge=1, description="requests that are answered at once at most; 1: without pages")
 
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:

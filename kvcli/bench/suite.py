@@ -57,13 +57,13 @@ class BenchOptions(SuiteOptions):
     """Options of every suite; lists and lengths without a value follow from the device."""
 
     method: list[str] = Field(
-        default=[],
+        [],
         description=f"method, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
         "bits (generate on a CPU, contexts: one method without an artifact and one with)",
     )
-    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
-    out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
+    setting: list[str] = Field([], description="setting of every method that has it, NAME=VALUE; repeatable")
+    impl: Impl = Field("auto", description=IMPL_HELP)
+    out: Path | None = Field(None, description="append records here; default: runs/bench/SUITE.jsonl")
 
     def choices(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodChoice]:
         """fp16 and the methods, by default those of `default_methods`; errors as those of `choose`."""
@@ -75,10 +75,10 @@ class BenchOptions(SuiteOptions):
 class WholeModelOptions(BenchOptions):
     """And of suites that run whole models."""
 
-    random_weights: str | None = Field(default=None, description="random weights of a shape instead of a model")
-    layers: int | None = Field(default=None, ge=1, description="layers of the random model; default: all")
+    random_weights: str | None = Field(None, description="random weights of a shape instead of a model")
+    layers: int | None = Field(None, ge=1, description="layers of the random model; default: all")
     prefill_chunk: int | None = Field(
-        default=None,
+        None,
         ge=1,
         description="tokens of the whole batch per forward pass; default: the whole prompt (memory, --fill-prompt: "
         "4096)",

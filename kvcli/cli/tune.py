@@ -30,26 +30,26 @@ from kvcli.storage.ranks import join_ranks, joined_ranks, start_ranks
 class TuneOptions(TextOptions):
     """Options of `kvcli tune`."""
 
-    max_kld: float | None = Field(default=None, gt=0, description="find the fewest bytes for this KL, nats per token")
-    max_bits: float | None = Field(default=None, gt=0, description="find the least loss at so many bits per number")
-    memory: str | None = Field(default=None, description="find the least loss in so much GPU memory, such as 24GiB")
-    context: int = Field(default=32768, ge=1, description="tokens of the cache whose bytes count, window included")
+    max_kld: float | None = Field(None, gt=0, description="find the fewest bytes for this KL, nats per token")
+    max_bits: float | None = Field(None, gt=0, description="find the least loss at so many bits per number")
+    memory: str | None = Field(None, description="find the least loss in so much GPU memory, such as 24GiB")
+    context: int = Field(32768, ge=1, description="tokens of the cache whose bytes count, window included")
     method: list[str] = Field(
-        default=[], description="method to search, without bits; repeatable; default: all with bits of both"
+        [], description="method to search, without bits; repeatable; default: all with bits of both"
     )
-    artifact: list[Path] = Field(default=[], description="artifact to measure beside them; repeatable")
-    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
-    residual_length: list[int] = Field(default=[32], description="last tokens in full precision; repeatable")
-    seq_len: int = Field(default=1024, ge=2, description="tokens per sequence")
-    search_sequences: int = Field(default=2, ge=1, description="sequences for the search")
-    num_sequences: int = Field(default=8, ge=1, description="other sequences, to measure on")
-    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
-    chunk: int = Field(default=32, ge=1, description="tokens fed at once")
-    impl: Impl = Field(default="auto", description=IMPL_HELP)
-    devices: Devices | None = Field(default=None, description=DEVICES_HELP)
+    artifact: list[Path] = Field([], description="artifact to measure beside them; repeatable")
+    setting: list[str] = Field([], description="setting of every method that has it, NAME=VALUE; repeatable")
+    sink_length: int = Field(4, ge=0, description="first tokens in full precision")
+    residual_length: list[int] = Field([32], description="last tokens in full precision; repeatable")
+    seq_len: int = Field(1024, ge=2, description="tokens per sequence")
+    search_sequences: int = Field(2, ge=1, description="sequences for the search")
+    num_sequences: int = Field(8, ge=1, description="other sequences, to measure on")
+    batch_size: int = Field(4, ge=1, description="sequences per batch")
+    chunk: int = Field(32, ge=1, description="tokens fed at once")
+    impl: Impl = Field("auto", description=IMPL_HELP)
+    devices: Devices | None = Field(None, description=DEVICES_HELP)
     out: Path | None = Field(
-        default=None, description="recipe to write, beside its records (.jsonl); default: runs/MODEL/recipe.yaml"
+        None, description="recipe to write, beside its records (.jsonl); default: runs/MODEL/recipe.yaml"
     )
 
     def bases(self, output: Output) -> list[Case]:

@@ -135,12 +135,12 @@ TASKS: dict[str, tuple[Callable[[Corpus, Random, int], Made], int]] = {
 class RulerOptions(CorpusOptions, ComparedOptions):
     """Options of `kvcli eval ruler`."""
 
-    tasks: list[str] = Field(default=[*TASKS], description="tasks; repeatable")
+    tasks: list[str] = Field([*TASKS], description="tasks; repeatable")
     contexts: list[Annotated[int, Field(ge=256, le=2**24)]] = Field(
-        default=[4096], description="most tokens of a prompt with its answer; repeatable"
+        [4096], description="most tokens of a prompt with its answer; repeatable"
     )
-    num_prompts: int = Field(default=4, ge=1, description="prompts per task and context")
-    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
+    num_prompts: int = Field(4, ge=1, description="prompts per task and context")
+    chat: bool | None = Field(None, description="use the chat template; default: if there is one")
 
     def check(self) -> None:
         super().check()

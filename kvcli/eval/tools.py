@@ -65,10 +65,10 @@ class ToolsOptions(ComparedOptions):
     """Options of `kvcli eval tools`."""
 
     contexts: list[Annotated[int, Field(ge=256, le=2**20)]] = Field(
-        default=[1024], description="most tokens of the output before the request; repeatable"
+        [1024], description="most tokens of the output before the request; repeatable"
     )
-    num_prompts: int = Field(default=8, ge=1, description="requests per context")
-    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
+    num_prompts: int = Field(8, ge=1, description="requests per context")
+    chat: bool | None = Field(None, description="use the chat template; default: if there is one")
 
 
 class ToolsPrompt(PromptUnit):

@@ -104,7 +104,7 @@ class Message(Fields):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Any = Field(default=None, exclude=True)
+    refusal: Any = Field(None, exclude=True)
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -213,16 +213,16 @@ class Body(OfModel):
     default_limit: ClassVar[int]
 
     max_tokens: Count | None = None
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, lt=2**31)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    temperature: float = Field(0.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, lt=2**31)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], BeforeValidator(_stops), Field(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     store: bool = True
-    n: int = Field(default=1, ge=1, le=8)
+    n: int = Field(1, ge=1, le=8)
     frequency_penalty: Annotated[float, only(0)] = 0.0
     presence_penalty: Annotated[float, only(0)] = 0.0
     logit_bias: Annotated[dict[str, Any], only({})] = {}
@@ -251,7 +251,7 @@ class CompletionBody(Body):
     default_limit: ClassVar[int] = 16
 
     prompt: Any
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: Annotated[int, only(1)] = 1
     echo: bool = False
     suffix: Literal[""] = ""
@@ -275,7 +275,7 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     tools: list[Annotated[Tool, WrapValidator(lambda said, check: said if check(said) else None)]] = []
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     parallel_tool_calls: Annotated[bool, only(True)] = True
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat = ResponseFormat(type="text")
@@ -283,8 +283,8 @@ class ChatBody(Body):
     modalities: Annotated[list[str], only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     library: str | None = None
-    documents: list[str] = Field(default=[], max_length=256, validate_default=True)
-    repair: float = Field(default=0.1, ge=0, le=1)
+    documents: list[str] = Field([], max_length=256, validate_default=True)
+    repair: float = Field(0.1, ge=0, le=1)  # share of their tokens that is read again, see `Session.compose`
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens  # the newer name counts

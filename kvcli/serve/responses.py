@@ -56,11 +56,6 @@ class Item(Fields, extra="ignore"):
         return "".join(part.text for part in (*self.content, *self.output))
 
 
-def as_items(said: Any) -> Any:
-    """The items of an input, which can be one text."""
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
-
-
 class Tool(Described):
     """A function that may be called."""
 
@@ -76,7 +71,7 @@ class Format(JsonSchema):
     """What an answer is; a schema stands beside its type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    of_json: dict[str, Any] = Field(default={}, alias="schema")
+    of_json: dict[str, Any] = Field({}, alias="schema")
 
     def of_chat(self) -> dict[str, Any]:
         """The same as chat says it."""
@@ -98,11 +93,15 @@ class Text(Fields):
 class ResponsesBody(OfModel):
     """Body of `/v1/responses`; fields are as in chat where they have a name of chat."""
 
-    input: Annotated[list[Item], BeforeValidator(as_items), Field(min_length=1)]
+    input: Annotated[
+        list[Item],
+        BeforeValidator(lambda said: [{"role": "user", "content": said}] if isinstance(said, str) else said),
+        Field(min_length=1),
+    ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(0.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none"] = "auto"
     text: Text = Text()

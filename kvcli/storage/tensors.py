@@ -46,7 +46,7 @@ class _Fields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    metadata: dict[str, str] = Field(default={}, alias="__metadata__")
+    metadata: dict[str, str] = Field({}, alias="__metadata__")
     __pydantic_extra__: dict[str, TensorEntry]
 
 

@@ -42,16 +42,14 @@ class ChunkSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="served model, for its config: a folder, a built-in name or OWNER/MODEL on the hub")
-    revision: str = Field(default="", description="commit, tag or branch of a model on the hub")
-    method: str = Field(default="", description="method that needs no artifact, with its bits")
-    artifact: str = Field(default="", description="folder of an artifact, which says its method")
-    recipe: str = Field(default="", description="file of a recipe, which says its method, artifact and settings")
+    revision: str = Field("", description="commit, tag or branch of a model on the hub")
+    method: str = Field("", description="method that needs no artifact, with its bits")
+    artifact: str = Field("", description="folder of an artifact, which says its method")
+    recipe: str = Field("", description="file of a recipe, which says its method, artifact and settings")
     settings: dict[str, Any] = Field(default_factory=dict, description="settings of the method")
-    exact_tokens: int = Field(
-        default=1, ge=0, le=64, description="first tokens of every chunk that are kept as they are"
-    )
-    device: str = Field(default="cpu", description="torch device that encodes and decodes")
-    max_workers: int = Field(default=1, ge=1, le=64, description="threads that encode and decode")
+    exact_tokens: int = Field(1, ge=0, le=64, description="first tokens of every chunk that are kept as they are")
+    device: str = Field("cpu", description="torch device that encodes and decodes")
+    max_workers: int = Field(1, ge=1, le=64, description="threads that encode and decode")
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -65,9 +63,9 @@ class ChunkSettings(BaseModel):
 class StoreSettings(ChunkSettings):
     """And in which store they are, for engines that leave that to kvcli."""
 
-    model: str = Field(default="", description="served model; default: the engine's")
+    model: str = Field("", description="served model; default: the engine's")
     folder: str = Field(description="store of the chunks, which engines may share")
-    max_bytes: str = Field(default="64GiB", description="bound of the store; chunks that were not used are removed")
+    max_bytes: str = Field("64GiB", description="bound of the store; chunks that were not used are removed")
 
     def store(self) -> ChunkStore:
         """The store; UsageError: no size; ContextError, OSError: it cannot be written."""

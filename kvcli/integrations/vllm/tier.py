@@ -43,9 +43,7 @@ _BATCH_BYTES = 512 << 20
 class TierSettings(StoreSettings):
     """The fields of a tier in `secondary_tiers`, beside `type` and `module_path`."""
 
-    locality: Literal["LOCAL", "REMOTE"] | None = Field(
-        default=None, description="what vLLM's filters of tiers ask for"
-    )
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(None, description="what vLLM's filters of tiers ask for")
 
 
 class Item(NamedTuple):
