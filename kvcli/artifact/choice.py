@@ -27,20 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method and what it was chosen by.
+    """A method and what it was chosen by."""
 
-    Attributes:
-        method: its name, with or without bits.
-        settings: those that were asked for; they come before a recipe's, and these before those of bits or artifact.
-        artifact: of a fitted method, or its folder.
-        recipe: which named method and artifact.
-        recipe_file: from which it was read.
-    """
-
-    method: str
+    method: str  # its name, with or without bits
+    # that were asked for; they come before a recipe's, and these before those of bits or artifact
     settings: Mapping[str, Any] = field(default_factory=dict)
-    artifact: Artifact | Path | None = None
-    recipe: Recipe | None = None
+    artifact: Artifact | Path | None = None  # of a fitted method, or its folder
+    recipe: Recipe | None = None  # which named method and artifact
     recipe_file: Path | None = None
 
     @classmethod
@@ -187,8 +180,7 @@ class MethodChoice:
             fingerprint: called for the model's, where there is an artifact or a recipe; None: its weights are not
                 there, and only its shapes are compared.
 
-        Raises:
-            UsageError, ConfigError, ArtifactError: as `check`, or an artifact or a recipe of another model.
+        UsageError, ConfigError, ArtifactError: as `check`, or an artifact or a recipe of another model.
         """
         from kvcli.methods.per_layer import build_codecs
 

@@ -109,12 +109,9 @@ def fit_recording(
         done: called after each layer with its index, its metrics, and whether it was finished before; in rank 0, also
             with the layers of the others when they have ended.
 
-    Raises:
-        UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks.
-        ArtifactError: the folder holds another run and `overwrite` is off (the message names what differs), or is used
-            by another process.
-        SamplesError: samples that are missing or damaged.
-        RankError: another rank has ended.
+    UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks;
+    ArtifactError: the folder holds another run and `overwrite` is off (the message names what differs), or is used by
+    another process; SamplesError: samples that are missing or damaged; RankError: another rank has ended.
     """
     fit_layer = check_fitted(method)
     indices = list(recording.layers if layers is None else layers)

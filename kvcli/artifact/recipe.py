@@ -16,13 +16,7 @@ from kvcli.storage.atomic import replacing
 
 
 class Recipe(BaseModel):
-    """One recipe.
-
-    Attributes:
-        settings: of the method; bits may be lists, a number for each layer.
-        artifact, artifact_sha256: folder of a fitted method's artifact, and the seal of its metadata.
-        measured: bits, loss with its interval, and on which text, as plain values.
-    """
+    """One recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
@@ -31,10 +25,10 @@ class Recipe(BaseModel):
     model: str
     fingerprint: str
     method: str
-    settings: dict[str, Any] = {}
-    artifact: str | None = None
-    artifact_sha256: str | None = None
-    measured: dict[str, Any] = {}
+    settings: dict[str, Any] = {}  # of the method; bits may be lists, a number for each layer
+    artifact: str | None = None  # folder of a fitted method's artifact
+    artifact_sha256: str | None = None  # the seal of its metadata
+    measured: dict[str, Any] = {}  # bits, loss with its interval, and on which text, as plain values
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

@@ -29,20 +29,14 @@ _BLANKS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160), *range(823
 
 
 class Output:
-    """The sink of one command: human-readable, or one JSON object with --json.
-
-    Attributes:
-        ranks: which of the processes that share a run this is; all but the first print their errors only.
-        record: the result, once there is one.
-        following: words of the next command line, if the result has one.
-    """
+    """The sink of one command: human-readable, or one JSON object with --json."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
-        self.ranks = ALONE
+        self.ranks = ALONE  # of the processes that share a run; all but the first print their errors only
         self.console = Console(stderr=True, highlight=False)
-        self.record: Mapping[str, Any] | None = None
-        self.following: Sequence[Any] = ()
+        self.record: Mapping[str, Any] | None = None  # the result, once there is one
+        self.following: Sequence[Any] = ()  # words of the next command line, if the result has one
 
     def set_ranks(self, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -59,7 +59,7 @@ class DataTable:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         texts = self.columns[: self.text_columns]
         return [
-            DataTable.of(title, rows, (), columns, text_columns=sum(x in texts for x in columns), prose=self.prose)
+            self.of(title, rows, (), columns, text_columns=sum(x in texts for x in columns), prose=self.prose)
             for title, columns in zip((self.title, *[""] * len(split)), (*split, shown), strict=True)
         ]
 

@@ -78,11 +78,9 @@ class ContextStore(ContextReader):
             overwrite: replace a context of this name that has other tokens or another identity, or is damaged.
             max_bytes: of all blocks; the least recently used contexts are removed to keep it.
 
-        Raises:
-            UsageError: no name of a context.
-            CacheError: token ids of more or fewer tokens.
-            ContextError: padding or several rows, no token ids, a name that is taken, a read-only store, or more than
-                `max_bytes`; nothing was written then.
+        UsageError: no name of a context; CacheError: token ids of more or fewer tokens; ContextError: padding or
+        several rows, no token ids, a name that is taken, a read-only store, or more than `max_bytes`; nothing was
+        written then.
         """
         if context.input_ids is None:
             raise ContextError("a context without its token ids cannot be found again; it can be used as a file only")

@@ -40,30 +40,19 @@ def response_parser(tokenizer: Any, model: Any, start: str, tools: Any) -> Any:
 
 @dataclass
 class Answer:
-    """An answer in the making.
-
-    Attributes:
-        stop: texts that end the answer and are not part of it.
-        ends: tokens that end it.
-        parser: see `response_parser`.
-        prompt: the tokens before the answer, of which its text depends.
-        send: called with the pieces of new tokens, as few as they can be.
-        reasoning_tokens: those after which what was sent so far ends with reasoning.
-        finish_reason: why it ended; None before.
-        echo: the prompt, which the answer begins with; None: it does not.
-    """
+    """An answer in the making."""
 
     tokenizer: Any
     max_tokens: int
-    ends: Sequence[int]
-    stop: Sequence[str]
-    parser: Any
-    send: Callable[[Piece], None]
-    prompt: Sequence[int] = ()
+    ends: Sequence[int]  # tokens that end it
+    stop: Sequence[str]  # texts that end it and are not part of it
+    parser: Any  # see `response_parser`
+    send: Callable[[Piece], None]  # called with the pieces of new tokens, as few as they can be
+    prompt: Sequence[int] = ()  # the tokens before the answer, of which its text depends
     num_tokens: int = 0
-    reasoning_tokens: int = 0
-    finish_reason: str | None = None
-    echo: str | None = None
+    reasoning_tokens: int = 0  # those after which what was sent so far ends with reasoning
+    finish_reason: str | None = None  # why it ended; None before
+    echo: str | None = None  # the prompt, which the answer begins with; None: it does not
     _held: str = ""
     _length: int = 0
     _num_calls: int = 0
@@ -183,20 +172,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Form:
-    """How answers of an endpoint are written.
+    """How answers of an endpoint are written."""
 
-    Attributes:
-        id: of the request.
-        chat: whether messages are answered, or a text is continued.
-        count: answers to the request.
-        include_usage: whether a stream ends with the number of tokens, which is null in events before.
-    """
-
-    id: str
+    id: str  # of the request
     model: str
-    chat: bool
-    count: int = 1
-    include_usage: bool = False
+    chat: bool  # whether messages are answered, or a text is continued
+    count: int = 1  # answers to the request
+    include_usage: bool = False  # whether a stream ends with the number of tokens, which is null in events before
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[tuple[Sequence[Piece], str]], usage: dict[str, Any]) -> dict[str, Any]:

@@ -55,9 +55,6 @@ class Server:
         engine: makes tokens.
         keys: of which a request needs one; none: it needs none.
         per_key: whether a request uses contexts of its own key alone.
-
-    Attributes:
-        headers: of every answer.
     """
 
     def __init__(

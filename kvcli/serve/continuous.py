@@ -26,28 +26,18 @@ from kvcli.serve.sampler import Sampler, add_prompt_logprobs, choose
 
 @dataclass(eq=False)
 class Request:
-    """A request that has pages.
-
-    Attributes:
-        ring: of its recent tokens.
-        ends: of `segments` of the prompt.
-        pages: of all its tokens, those to come included; `own` are the ones of no segment.
-        segments: of the prompt that are shared, by their digests.
-        num_computed: tokens whose keys and values are in pages.
-        end_of_segment: of what has no exact tokens any more.
-        token: that was made last and is to be read.
-    """
+    """A request that has pages."""
 
     job: Job
     model: PagedModel
-    ring: int
-    ends: list[tuple[int, bytes]] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    own: set[int] = field(default_factory=set)
-    segments: list[bytes] = field(default_factory=list)
-    num_computed: int = 0
-    end_of_segment: int = 0
-    token: int = -1
+    ring: int  # of its recent tokens
+    ends: list[tuple[int, bytes]] = field(default_factory=list)  # of `segments` of the prompt
+    pages: list[int] = field(default_factory=list)  # of all its tokens, those to come included
+    own: set[int] = field(default_factory=set)  # pages of no segment
+    segments: list[bytes] = field(default_factory=list)  # of the prompt that are shared, by their digests
+    num_computed: int = 0  # tokens whose keys and values are in pages
+    end_of_segment: int = 0  # of what has no exact tokens any more
+    token: int = -1  # that was made last and is to be read
 
     @cached_property
     def prompt(self) -> list[int]:

@@ -46,8 +46,7 @@ def open_engine(
         note: gets a line if there is one request at a time where more may be, with the reason.
         others: as of `JobThread`.
 
-    Raises:
-        As `kvcli.attach`, and UsageError: a `max_model_len` that the pages do not hold, or has no positions.
+    As `kvcli.attach`, and UsageError: a `max_model_len` that the pages do not hold, or has no positions.
     """
     loaded.check_length(max_model_len or 0, note)
     engine: JobThread | None = None

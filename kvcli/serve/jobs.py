@@ -34,39 +34,26 @@ class Cancelled(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the engine.
+    """A request on its way through the engine."""
 
-    Attributes:
-        ids: prompt, int64 [1, time] on the CPU.
-        owner: whose contexts it may use; empty: anybody's.
-        store: whether its context may be kept.
-        done: called in the engine's thread when the answer has ended, with an error if it failed.
-        num_logprobs: how many of the most probable tokens the answer tells at each place; None: no probabilities.
-        grammar: which the answer follows.
-        prompt_logprobs: whether these are told of the prompt's tokens, too; all of it is read then.
-        documents: contexts that the prompt begins with, side by side; of their tokens the share `repair` is read again.
-        cached: tokens of the prompt that were not read again; of them on disk, `from_disk`.
-        since, begun, first, last: when it came, was begun, and had its first and last token so far.
-    """
-
-    ids: Tensor
+    ids: Tensor  # prompt, int64 [1, time] on the CPU
     sampling: SamplingConfig
     seed: int | None
     answer: Answer
-    owner: str
-    store: bool
-    done: Callable[[Exception | None], None]
-    num_logprobs: int | None = None
-    grammar: Grammar | None = None
-    prompt_logprobs: bool = False
-    documents: tuple[str, ...] = ()
-    repair: float = 0.0
-    cached: int = 0
-    from_disk: int = 0
+    owner: str  # whose contexts it may use; empty: anybody's
+    store: bool  # whether its context may be kept
+    done: Callable[[Exception | None], None]  # called in the engine's thread at the answer's end, or with its error
+    num_logprobs: int | None = None  # most probable tokens that are told at each place; None: no probabilities
+    grammar: Grammar | None = None  # which the answer follows
+    prompt_logprobs: bool = False  # whether these are told of the prompt's tokens, too; all of it is read then
+    documents: tuple[str, ...] = ()  # contexts that the prompt begins with, side by side
+    repair: float = 0.0  # share of their tokens that is read again
+    cached: int = 0  # tokens of the prompt that were not read again
+    from_disk: int = 0  # of them on disk
     cancelled: threading.Event = field(default_factory=threading.Event)
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # when it came; then when it was begun
     begun: float = 0.0
-    first: float = 0.0
+    first: float = 0.0  # when it had its first token, and the last one so far
     last: float = 0.0
 
     def check(self) -> None:
@@ -85,17 +72,12 @@ class JobThread(ABC):
         max_waiting: requests that may wait.
         say: gets a line about a request that failed.
 
-    Attributes:
-        max_length: tokens of a prompt and its answer.
-        reading: how prompts are read, on which contexts depend.
-        method: with its bits.
-        bits: per value of what is encoded.
-        takes_documents: whether prompts can begin with contexts that they name.
+    `method` is that of the session with its bits, `bits` those per value of what is encoded.
     """
 
-    takes_documents = False
-    max_length: int
-    reading: str
+    takes_documents = False  # whether prompts can begin with contexts that they name
+    max_length: int  # tokens of a prompt and its answer
+    reading: str  # how prompts are read, on which contexts depend
 
     def __init__(
         self,
@@ -114,14 +96,10 @@ class JobThread(ABC):
         self.metrics.store_bytes.set_function(lambda: self.contexts.nbytes)
         self._max_waiting, self._say, self._closing = max_waiting, say, False
         self._waiting, self._unended, self._changed = deque[Job](), set[Job](), threading.Condition()
-        self.metrics.of_vllm(Gauge, "num_requests_waiting").set_function(lambda: self.num_waiting)
-        self.metrics.of_vllm(Gauge, "num_requests_running").set_function(lambda: len(self._unended) - self.num_waiting)
+        self.metrics.of_vllm(Gauge, "num_requests_waiting").set_function(lambda: len(self._waiting))
+        running = self.metrics.of_vllm(Gauge, "num_requests_running")
+        running.set_function(lambda: len(self._unended) - len(self._waiting))
         self._thread = threading.Thread(target=self._run, name="kvcli-engine", daemon=True)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait."""
-        return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:

@@ -37,16 +37,12 @@ def segments(prompt: Sequence[int], page_size: int, unread: int, owner: str) -> 
 
 
 class PagePool:
-    """The pages of all requests, from 0 on; a segment of a prompt is known by its digest, as `segments` gives them.
-
-    Attributes:
-        on_disk: of segments that are on disk, too, the name of a context that has them.
-    """
+    """The pages of all requests, from 0 on; a segment of a prompt is known by its digest, as `segments` gives them."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages, self._free = num_pages, [*range(num_pages)]
         self._pages, self._users = dict[bytes, list[int]](), Counter[bytes]()
-        self.on_disk = dict[bytes, str]()
+        self.on_disk = dict[bytes, str]()  # of segments that are on disk, too, the name of a context that has them
         self._idle = OrderedDict[bytes, None]()  # those that are evicted first come first
 
     @property

@@ -53,31 +53,21 @@ def boundaries(sinks: int, unit: int, length: int) -> list[int]:
 
 @dataclass
 class Prefix:
-    """A cache that holds the first tokens of a prompt, and may hold others after them.
-
-    Attributes:
-        ids: of the prompt, int64 [1, time] on the CPU.
-        ends: of the last passes that read them, by their tokens, where layers keep states of the whole text: the cache
-            can be cut to these alone.
-        flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
-        stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
-        identity: what it depends on, whose it is among it.
-        nbytes: of the cache when it was kept, with the headroom of its buffers.
-        source: where the first `reused` tokens came from: `hot`, `disk` or `none`.
-    """
+    """A cache that holds the first tokens of a prompt, and may hold others after them."""
 
     cache: CompressedCache
-    ids: Tensor
-    identity: CacheIdentity
+    ids: Tensor  # of the prompt, int64 [1, time] on the CPU
+    identity: CacheIdentity  # what it depends on, whose it is among it
+    # by their tokens, of the last passes, where layers keep states of the whole text: it can be cut to these alone
     ends: dict[int, EndOfPass] = field(default_factory=dict)
-    flushed: int = 0
-    stored: int = 0
+    flushed: int = 0  # its tokens up to the last boundary that was read, to which the cache can be cut
+    stored: int = 0  # how many of them are on disk, in the context `name`; 0 once it was removed there
     name: str = ""
-    source: str = "none"
+    source: str = "none"  # where the first `reused` tokens came from: `hot`, `disk` or `none`
     reused: int = 0
     load_s: float = 0.0
     used: float = 0.0
-    nbytes: int = 0
+    nbytes: int = 0  # of the cache when it was kept, with the headroom of its buffers
 
     def forget_disk(self) -> None:
         """Nothing of it is on disk any more."""

@@ -24,13 +24,7 @@ from kvcli.attention.generation import SamplingConfig
 
 
 class ApiError(Exception):
-    """An error as the OpenAI API tells it.
-
-    Attributes:
-        status: of HTTP.
-        param: the field that is wrong, if one is.
-        code: a word for programs, such as context_length_exceeded.
-    """
+    """An error as the OpenAI API tells it: HTTP's status, the field that is wrong, and a word for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -204,13 +198,9 @@ class OfModel(Fields):
 
 
 class Body(OfModel):
-    """What completions and chat completions have in common.
+    """What completions and chat completions have in common."""
 
-    Attributes:
-        default_limit: tokens of an answer at most, where nothing is said.
-    """
-
-    default_limit: ClassVar[int]
+    default_limit: ClassVar[int]  # tokens of an answer at most, where nothing is said
 
     max_tokens: Count | None = None
     temperature: float = Field(0.0, ge=0, le=2)
@@ -261,13 +251,7 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    """Body of `/v1/chat/completions`.
-
-    Attributes:
-        library, documents: kept documents that the only message asks about, side by side in this order; without a
-            library one, by the name of its context.
-        repair: share of their tokens that is read again, see `Session.compose`.
-    """
+    """Body of `/v1/chat/completions`."""
 
     default_limit: ClassVar[int] = 1024
 
@@ -280,6 +264,7 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat = ResponseFormat(type="text")
     chat_template_kwargs: dict[str, Any] = {}
+    # kept documents that the only message asks about, side by side; without a library one, by its context's name
     modalities: Annotated[list[str], only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
     library: str | None = None

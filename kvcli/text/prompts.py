@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Self
 
@@ -135,13 +135,14 @@ class Rendered:
         messages = (*self.messages, message)
         text = chat_text(loaded, messages)
         if not self.text or not text.startswith(self.text):
-            return Rendered(messages, text, ids_of_text(loaded, text))
+            return replace(self, messages=messages, text=text, ids=ids_of_text(loaded, text))
         new = ids_of_text(loaded, text[len(self.text) :], follows=True)
-        return Rendered(messages, text, torch.cat((self.ids.to(new.device), new), dim=1))
+        return replace(self, messages=messages, text=text, ids=torch.cat((self.ids.to(new.device), new), dim=1))
 
     def replied(self, reply: str, ids: Tensor) -> Rendered:
         """The conversation with the model's reply; `ids` are all tokens [1, time] but the one that ends the reply."""
-        return Rendered((*self.messages, {"role": "assistant", "content": reply}), self.text + reply, ids)
+        messages = (*self.messages, {"role": "assistant", "content": reply})
+        return replace(self, messages=messages, text=self.text + reply, ids=ids)
 
     def notes(self, num_cached: int) -> dict[str, Any]:
         """The conversation as plain JSON values, without the first `num_cached` of its tokens."""

@@ -72,8 +72,7 @@ class ChunkCodec:
             starts: position of each chunk's first token, where it is known.
             with_errors: measure what is lost.
 
-        Raises:
-            ChunkError: a layout that cannot be stored, or keys or values that are not finite or beyond what codes hold.
+        ChunkError: a layout that cannot be stored, or keys or values that are not finite or beyond what codes hold.
         """
         served = self.served
         with served.on_device():

@@ -78,8 +78,7 @@ class Served:
     The `source` says which weights and artifact, as plain JSON values; the first `exact_tokens` of every chunk stay as
     they are; `identity` is a digest, of 16 bytes, of everything that codes depend on; `label`, the method and its bits.
 
-    Raises:
-        KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
+    KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
     """
 
     def __init__(
@@ -122,9 +121,7 @@ class Served:
         if isinstance(config, SequenceOffsetConfig) and config.sequence_offset == "mean":
             raise ConfigError("a chunk does not know the first keys of its sequence; leave out sequence_offset")
         if any(codec.key.new_state(1, self.device) is not None for codec in self._whole):
-            raise UsageError(
-                f"method '{method.name}' computes a state from the prompt's queries, which are not in a chunk"
-            )
+            raise UsageError(f"method '{method.name}' computes a state from the prompt's queries, which no chunk has")
 
     @classmethod
     def load(cls, settings: ChunkSettings, model: str = "", of_flags: Any = None) -> Served:
@@ -132,8 +129,7 @@ class Served:
 
         An engine's `model` is a default, as the `revision` in its record `of_flags` is, whose `hf_config` is used.
 
-        Raises:
-            KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
+        KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
         """
         name, named = settings.model or model, (settings.method, settings.artifact, settings.recipe, settings.settings)
         choice = MethodChoice.of(*named).for_pages()
@@ -168,9 +164,8 @@ class Served:
     def codecs(self, layout: ChunkLayout, layers: Sequence[int] | None = None) -> list[LayerCodec]:
         """The codecs of these layers of a model; None: of as many of its first ones as a chunk's layout has.
 
-        Raises:
-            ChunkError: some of the model's heads only, or of its layers that nobody named, with an artifact, whose
-                codecs are of all; or tokens that are no whole groups.
+        ChunkError: some of the model's heads only, or of its layers that nobody named, with an artifact, whose codecs
+        are of all; or tokens that are no whole groups.
         """
         if layers is not None:
             every = self._whole if layout.num_kv_heads == self.spec.num_kv_heads else []

@@ -42,9 +42,8 @@ class KvcliStorage(HiCacheStorage):
     Args:
         storage_config: SGLang's HiCacheStorageConfig, with fields of `StoreSettings` in its `extra_config`.
 
-    Raises:
-        KvcliError: a model, method or artifact that cannot be used, an engine that was not tried, or a store that
-            cannot be written; from `register_mem_pool_host`, pages that hold something else.
+    KvcliError: a model, method or artifact that cannot be used, an engine that was not tried, or a store that cannot be
+    written; from `register_mem_pool_host`, pages that hold something else.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

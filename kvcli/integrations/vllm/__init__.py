@@ -1,17 +1,6 @@
 """vLLM's pages as codes: `KVCLI_METHOD=turboquant-3 vllm serve MODEL --attention-backend CUSTOM`.
 
-command.py      `kvcli serve --engine vllm`
-environment.py  the method that environment variables name
-model.py        the codecs of the model that vLLM loads
-engine.py       what its layers have in common
-backend.py      the attention backend: bytes of a page, writing and reading codes, attention
-beside.py       layers beside these, which vLLM keeps
-platform.py     which layers get codes
-v0_26.py        what differs in vLLM 0.26
-
-tier.py         beside that: a tier of codes for vLLM's own cache and its offloading
-groups.py       chunks of a group of layers as bytes and back
-slots.py        where keys and values lie in the memory of its CPU tier
+Beside that, `tier`, `groups` and `slots` are a tier of codes for vLLM's own cache and its offloading.
 """
 
 from __future__ import annotations
@@ -27,9 +16,7 @@ def register() -> None:
 
     On a CPU, where vLLM takes no backend but its own, it takes their place; else it is `CUSTOM`.
 
-    Raises:
-        UsageError: a vLLM that is not known.
-        KvcliError: a method or an artifact that cannot be used.
+    UsageError: a vLLM that is not known; KvcliError: a method or an artifact that cannot be used.
     """
     from kvcli.integrations.vllm.environment import choice_of_environment
 

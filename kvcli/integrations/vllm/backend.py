@@ -145,9 +145,7 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     ) -> Tokens:
         """The tokens of a pass.
 
-        Raises:
-            UnsupportedModelError: attention that is not causal.
-            CacheError: as of `EngineState.check`.
+        UnsupportedModelError: attention that is not causal; CacheError: as of `EngineState.check`.
         """
         if common_attn_metadata.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
@@ -260,8 +258,7 @@ class CodesAttention(AttentionImpl[Tokens]):
             attn_metadata: None in a pass that measures memory.
             output: written, [tokens, num_heads, head_dim].
 
-        Raises:
-            CacheError: numbers of the pass exceed the range of the codes.
+        CacheError: numbers of the pass exceed the range of the codes.
         """
         if attn_metadata is None:
             return output.fill_(0)

@@ -85,8 +85,7 @@ def serve_command(values: Mapping[str, Any], choice: MethodChoice, reporter: Rep
     Args:
         values: model, host, port and grace of `kvcli serve`, and its other options that were named.
 
-    Raises:
-        KvcliError: no vLLM that is known, no such model, or one that has no codes in pages by this method.
+    KvcliError: no vLLM that is known, no such model, or one that has no codes in pages by this method.
     """
     module, first, version = _find_vllm()
     flags = {flag: values[x] for x, flag in _FLAGS.items() if x in values}

@@ -36,9 +36,8 @@ def codecs_of(
         ranks: processes among which heads are divided.
         weights: returns the folder of the checkpoint; None: weights are random, those of every artifact and recipe.
 
-    Raises:
-        KvcliError: a method whose codes depend on other tokens or on heads of other processes, an artifact or a recipe
-            of another model, a model that is not understood.
+    KvcliError: a method whose codes depend on other tokens or on heads of other processes, an artifact or a recipe of
+    another model, a model that is not understood.
     """
     model, spec = skeleton(config), ModelSpec.from_config(config)
     whole, kv_heads, fitted = spec, spec.num_kv_heads, choice.artifact is not None

@@ -42,8 +42,7 @@ class Slots:
     Args:
         config: vLLM's OffloadingConfig.
 
-    Raises:
-        UsageError, UnsupportedModelError: pages that hold something else; the message names it.
+    UsageError, UnsupportedModelError: pages that hold something else; the message names it.
     """
 
     def __init__(self, config: Any, spec: ModelSpec, layer_index: Callable[[str], int]) -> None:

@@ -75,9 +75,8 @@ class KvcliTier(SecondaryTierManager):
         offloading_spec, primary_kv_view, tier_type, backpressure_detector: of vLLM.
         settings: fields of `TierSettings`.
 
-    Raises:
-        KvcliError: a model, method or artifact that cannot be used, pages that hold something else, a store that cannot
-            be written.
+    KvcliError: a model, method or artifact that cannot be used, pages that hold something else, a store that cannot be
+    written.
     """
 
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
