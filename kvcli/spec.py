@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ConfigDict
 
@@ -133,7 +133,7 @@ class ModelSpec:
         """The index of a layer in the model."""
         return self.layer_indices[layer_idx] if self.layer_indices else layer_idx
 
-    def for_values(self) -> ModelSpec:
+    def for_values(self) -> Self:
         """The same with the width of values in place of that of keys, for codecs of values."""
         rope = replace(self.rope, rotary_dim=self.value_dim - self.value_dim % 2)
         return replace(self, head_dim=self.value_dim, value_head_dim=None, rope=rope)
@@ -152,13 +152,13 @@ class ModelSpec:
         return {name: value for name, value in asdict(self).items() if name != "latent" or value}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`; ValueError, TypeError or KeyError: values that are no specification."""
         tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated") if name in values}
         return cls(**{**values, **tuples, "rope": RopeSpec(**values["rope"])})
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelSpec:
+    def from_config(cls, config: Any) -> Self:
         """The specification in a transformers config; `kvcli.seam.probe` determines it from the model itself.
 
         UnsupportedModelError: a model without a layer of full attention, or shapes that no model has.

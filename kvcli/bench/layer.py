@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class EncodedLayer:
         """Encoded tokens of each sequence."""
         return self.value_codes.num_tokens if self.pages is None else self.pages.length
 
-    def in_pages(self, page_size: int | None) -> EncodedLayer:
+    def in_pages(self, page_size: int | None) -> Self:
         """The same tokens in pages, in random order, None: in rows; errors as `PageTable`, and for part of a page."""
         if page_size is None:
             return self

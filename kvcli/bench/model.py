@@ -27,6 +27,7 @@ from kvcli.cache.layer import NewTokens
 from kvcli.errors import UnsupportedModelError
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.models.shapes import shape_config
+from kvcli.models.weights import plain_tensors
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
@@ -201,8 +202,7 @@ def step_weights_bytes(model: Any) -> int:
 
 def held_bytes(weight: Any) -> int:
     """Bytes that a weight holds; torchao's, which are tensors in one, say that they are of 16 bits."""
-    inner = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else []
-    return sum(held_bytes(getattr(weight, name)) for name in inner) if inner else int(weight.nbytes)
+    return sum(int(x.nbytes) for x in plain_tensors(weight.data))
 
 
 def random_prompt(model: Any, batch: int, length: int, seed: int) -> Tensor:

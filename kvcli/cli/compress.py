@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +118,6 @@ class Target:
         self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output
     ) -> dict[str, Any]:
         """Reads what is new of a text [1, time] and writes all of it; returns what was measured."""
-        from dataclasses import replace
-
         from kvcli.text.generate import compress
 
         options, store, name, started = self.options, self.store, self.names[source.name], time.perf_counter()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -157,8 +158,6 @@ def _methods(output: Output) -> Iterator[Finding]:
 
 def _pass(model: Any, case: Any) -> None:
     """Two tokens by transformers' own `generate`, and by that of a session from a cache that was saved and loaded."""
-    from tempfile import TemporaryDirectory
-
     import torch
 
     from kvcli.bench.model import open_session

@@ -19,6 +19,9 @@ from kvcli.commands.sizes import size
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD
+from kvcli.report.facts import describe, sparkline
+from kvcli.storage.atomic import replacing
+from kvcli.storage.manifest import flattened
 
 _SHOWN = 48
 """Characters of a value that are shown, but for texts of several words; --json has all."""
@@ -46,16 +49,12 @@ def inspect(options: InspectOptions, output: Output) -> None:
     """
     if options.path is None:
         raise UsageError("name an artifact, a recording, a context, a recipe or a file of records")
-    from kvcli.report.facts import describe
-
     facts = describe(options.path)
     output.result(facts, shown(facts))
 
 
 def shown(facts: Mapping[str, Any]) -> list[str | DataTable]:
     """Facts as lines and tables."""
-    from kvcli.storage.manifest import flattened
-
     parts: list[str | DataTable] = [f"{facts['path']}: {facts['kind']}"]
     rows: list[list[str]] = []
     settings = facts.get("settings") or {}
@@ -89,8 +88,6 @@ def text_of(value: Any, group: str = "") -> str:
 
 def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
     """What is known by layer, with a bar for each, and by head where there are several."""
-    from kvcli.report.facts import sparkline
-
     rows: list[dict[str, str]] = []
 
     def add(name: str, values: list[float]) -> None:
@@ -117,7 +114,6 @@ def diff(options: DiffOptions, output: Output) -> None:
     if len(options.paths) != 2:
         raise UsageError("name two paths")
     from kvcli.report.compare import compared, differences
-    from kvcli.report.facts import describe
 
     first, second = map(describe, options.paths)
     if first["kind"] != second["kind"]:
@@ -163,7 +159,6 @@ def report(options: ReportOptions, output: Output) -> None:
     """
     from kvcli.report.page import markdown, page, pictures
     from kvcli.report.tables import read, sections
-    from kvcli.storage.atomic import replacing
 
     if not options.records:
         raise UsageError("name files of records, such as those of 'kvcli eval --out rows.jsonl'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -29,8 +29,6 @@ _POLL_SECONDS = 0.2
 
 class AddOptions(SessionOptions):
     """Options of `kvcli library add`."""
-
-    takes_several_gpus: ClassVar[bool] = False
 
     method: str | None = Field(None, description=f"method; default: the newest artifact's, else {LIBRARY_METHOD}")
     files: list[Path] = Field([], description="documents: text, Markdown, PDF, HTML; a folder: its files")

@@ -11,6 +11,7 @@ from kvcli.cli.output import Output
 from kvcli.commands.options import Options
 from kvcli.commands.tables import DataTable
 from kvcli.errors import UsageError
+from kvcli.models.shapes import check_shape, shape_spec
 from kvcli.registry import DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
 
 CONTEXTS = [4096, 131072]
@@ -77,8 +78,6 @@ def _value_range(field: FieldInfo) -> str:
 
 def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens."""
-    from kvcli.models.shapes import check_shape, shape_spec
-
     check_shape(shape)
     from kvcli.plan.cache import stored_bits
 

@@ -30,6 +30,7 @@ from kvcli.commands.tables import DataTable
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.eval.records import read_rows
 from kvcli.registry import DEFAULT_METHOD
+from kvcli.report.facts import describe
 from kvcli.storage.atomic import file_record, replacing
 
 SUMS, CARD, METADATA = "SHA256SUMS", "README.md", "kvcli.json"
@@ -62,7 +63,6 @@ class PullOptions(Options):
 def push(options: PushOptions, output: Output) -> None:
     """Share an artifact, a recipe, records or a context, which holds its text; prints the commit and digest."""
     from kvcli.artifact.metadata import WEIGHTS, front_matter, is_edited, model_card, with_checksum
-    from kvcli.report.facts import describe
 
     if options.path is None or options.target is None:
         raise UsageError("name what to push and where to: kvcli push PATH OWNER/NAME")
@@ -111,21 +111,15 @@ def pull(options: PullOptions, output: Output) -> None:
 
     Every file is compared with its checksum and read before one is written.
     """
-    from kvcli.report.facts import describe
-
     if options.source is None:
         raise UsageError("name what to pull: kvcli pull OWNER/NAME@COMMIT")
     with tempfile.TemporaryDirectory() as scratch:
         with _naming(options.source):
             place, digest, files = _fetched(options.source, options.sha256, scratch, output)
-        several = METADATA not in files and len(files) > 1
         for name, path in files.items():
             facts = describe(path.parent if METADATA in files else path)
             kind = facts["kind"]
-            if kind != "artifact":
-                _check_name(name, kind)
-            if several and kind != "context":
-                raise KvcliError(f"{options.source} lists {len(files)} files that are neither an artifact nor contexts")
+            _check_name(name, kind)
         folder = options.out or Path()
         if kind == "artifact" and options.out is None:
             folder = model_folder(facts["provenance"]["model"], facts["method"])
@@ -135,7 +129,7 @@ def pull(options: PullOptions, output: Output) -> None:
             raise UsageError(f"{other[0]} is there with other content; name another folder with --out")
         for name, path in files.items():
             _write(path, folder / name)
-    told = str(folder if kind == "artifact" or several else folder / name)
+    told = str(folder if len(files) > 1 else folder / name)
     record = {"place": place, "sha256": digest, "kind": kind, "path": told}
     output.result(record, told, generate_with(told) or _use(kind, [str(folder / name) for name in files]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -34,7 +34,7 @@ class DataTable:
         optional: Sequence[str] = (),
         columns: Sequence[str] = (),
         **options: Any,
-    ) -> DataTable:
+    ) -> Self:
         """From one mapping per row, heading to cell; `-` where a row lacks a cell of `columns` or of other rows."""
         columns = columns or list(dict.fromkeys(column for row in rows for column in row))
         cells = [[row.get(column, "-") for column in columns] for row in rows]
@@ -47,7 +47,7 @@ class DataTable:
         header, *rows = (f"| {' | '.join(line)} |\n" for line in cells)
         return "".join((header, f"|{'---|' * len(self.columns)}\n", *rows))
 
-    def parts(self, width: int) -> list[DataTable]:
+    def parts(self, width: int) -> list[Self]:
         """Tables of as many columns as fit a width of the screen, each with the first ones that tell rows apart."""
         split: list[list[str]] = []
         naming = next((x for x in (1, 2, 3, 4) if len({tuple(row[:x]) for row in self.rows}) == len(self.rows)), 1)

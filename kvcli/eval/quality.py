@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ class TokenScores:
                 blocks.append({"sequence": sequence, "start": start, "tokens": tokens, "predicted": predicted, **means})
         return blocks
 
-    def after(self, count: int) -> TokenScores:
-        return TokenScores(**{name: x[:, count:] for name, x in vars(self).items()})
+    def after(self, count: int) -> Self:
+        return replace(self, **{name: x[:, count:] for name, x in vars(self).items()})
 
 
 @dataclass(frozen=True)

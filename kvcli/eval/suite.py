@@ -13,6 +13,7 @@ from pydantic import Field
 
 from kvcli.artifact.choice import MethodChoice, choose
 from kvcli.artifact.recipe import artifact_sha256
+from kvcli.calibrate.builtin_text import is_builtin
 from kvcli.commands.options import DEVICES_HELP, IMPL_HELP, Devices, Impl, ModelOptions, parse_settings
 from kvcli.commands.paths import is_artifact_of, newest_artifact
 from kvcli.commands.suite import Records, Run, Suite, SuiteOptions, Summary
@@ -21,6 +22,7 @@ from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Unit, check_labels, rea
 from kvcli.models.hub import check_model_name
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, parse_name
+from kvcli.storage.manifest import json_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +88,6 @@ class TextOptions(ModelOptions):
     skip_bad_rows: bool = Field(False, description="leave out rows without text, and say how many")
 
     def corpus_config(self) -> CorpusConfig:
-        from kvcli.calibrate.builtin_text import is_builtin
         from kvcli.calibrate.corpus import CorpusConfig
 
         split = self.corpus_split or ("heldout" if is_builtin(self.corpus) else "train")
@@ -110,9 +111,7 @@ class TextOptions(ModelOptions):
         for case in cases:
             record = case.choice.fitted.metadata["provenance"].get("corpus", {}) if case.choice.fitted else {}
             if self.corpus_config().shares_text(record):
-                reporter.warn(
-                    f"warning: {case.label} was fitted to text of this corpus, and may lose more on any other"
-                )
+                reporter.warn(f"warning: {case.label} was fitted to text of this corpus, and may lose more on others")
 
     def documents(self, reporter: Reporter) -> list[str]:
         """The first documents of the corpus in its seeded order; a dataset on a hub has no end worth waiting for."""
@@ -216,7 +215,6 @@ class EvalRun(Run):
 
         from kvcli.commands.machine import environment_info
         from kvcli.eval.intervals import metrics_of
-        from kvcli.storage.manifest import json_sha256
 
         options, suite = self.options, self.suite
         loaded = options.load(reporter)

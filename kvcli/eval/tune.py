@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 
@@ -80,7 +80,7 @@ class Trial:
     def loss(self) -> float:
         return sum(x["kl"] * x["tokens"] for x in self.blocks) / sum(x["tokens"] for x in self.blocks)
 
-    def to_dict(self, best: Trial) -> dict[str, Any]:
+    def to_dict(self, best: Self) -> dict[str, Any]:
         """Bits, bytes and loss with its interval, and the difference to the best, as plain JSON values."""
         ours, theirs = ([x["kl"] for x in trial.blocks] for trial in (self, best))
         tokens = [x["tokens"] for x in self.blocks]

@@ -10,16 +10,19 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
 
 from kvcli.errors import KvcliError, ModelError, UnsupportedModelError, error_text
 from kvcli.progress import Progress, no_progress
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 AUTO = "auto"
 """The device that means all GPUs."""
@@ -42,9 +45,8 @@ def load_checkpoint(
     Quantized weights are read onto the device where the model will run, because libraries choose kernels by it, others
     onto the CPU; the device `auto` spreads them, as `device_map="auto"` of transformers does.
 
-    Raises:
-        ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them.
-        UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
+    ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them;
+    UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
     """
     config = read_config(folder)
     _check_weight_files(folder, quantized=bool(getattr(config, "quantization_config", None)))
@@ -81,11 +83,6 @@ def read_config(folder: Path) -> Any:
     ModelError: no config, or one that cannot be used; UnsupportedModelError: an architecture that kvcli does not
     compress, or that needs code of its repository.
     """
-    import transformers
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     path = folder / "config.json"
     if (folder / "adapter_config.json").is_file():
         raise _cannot_load(folder, "it holds an adapter; merge it into its base model first (PEFT: merge_and_unload)")
@@ -112,8 +109,6 @@ def read_gguf_config(path: Path) -> Any:
 
     ModelError: a damaged file; UnsupportedModelError: an architecture that kvcli does not compress.
     """
-    from transformers import AutoConfig
-
     with _explained(path, "its config cannot be read"), _reading_gguf(path.name, no_progress):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     ModelSpec.from_config(config)
@@ -141,8 +136,6 @@ def read_gguf(path: str | Path) -> Any:
 
 def attention_implementation(config: Any) -> str:
     """The attention implementation to load a causal language model with: SDPA, or `eager` where its class has none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     classes = classes if isinstance(classes, tuple) else (classes,)
     return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
@@ -155,8 +148,6 @@ def _cannot_load(source: Path, reason: str) -> ModelError:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' bars and advice off the screen; errors still raise."""
-    from transformers.utils import logging
-
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -193,8 +184,6 @@ def _load(
     source: Path, folder: Path, dtype: torch.dtype, config: Any, *, device_map: Any = None, **gguf: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     options: dict[str, Any] = {**_LOCAL, **gguf}
     # mismatched sizes are reported below, by name
     reading = {"weights_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True, **options}
@@ -242,8 +231,6 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def _check_weight_files(folder: Path, quantized: bool) -> None:
     """Refuses weights that are missing, cut off, there twice or would be cast; of safetensors, headers are read."""
-    from safetensors import SafetensorError, safe_open
-
     files = dict[str, str]()
     for name in _weight_files(folder):
         if not (folder / name).is_file():

@@ -49,7 +49,7 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
             if not adapted and any(True for _ in module.children()):
                 continue  # its matrices are masks or positions
             weight: Any = getattr(module, "weight", None)  # a quantized one may have any name
-            tensors = _tensors_of(module).values() if weight is None else (weight,)
+            tensors = tensors_of(module).values() if weight is None else (weight,)
             has_matrix = any(getattr(x, "ndim", 0) == 2 for x in tensors)
             if has_matrix and len(projections) < _MAX_MATRICES:
                 projections[name] = module
@@ -64,7 +64,7 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
         plain = type(getattr(weight, "data", None)) is Tensor and weight.ndim == 2
         if plain and weight.is_floating_point() and weight.itemsize > 1:
             # scales and the like beside a plain weight are what it was decompressed with
-            quantized = quantized or bool(_tensors_of(module).keys() - {"weight", "bias"})
+            quantized = quantized or bool(tensors_of(module).keys() - {"weight", "bias"})
             sample.append(weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16))
         else:
             quantized = True
@@ -73,7 +73,7 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     return f"{shapes}:{digits}" + (f":{_QUANTIZED}" if quantized else "")
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module without those of its parts and tables that are no part of a checkpoint."""
     own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
     return {name: x for name, x in own if name not in module._non_persistent_buffers_set}

@@ -16,6 +16,8 @@ from blake3 import blake3
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvcli.models.fingerprint import tensors_of
+
 _NUMBERS = 512
 """Of a weight that are looked at, up to twice as many; 8B weights take 6 ms on an H200, 13 ms on a CPU core."""
 
@@ -87,10 +89,9 @@ def _active(module: nn.Module, seen: set[int]) -> Iterator[Any]:
     children = dict(module.named_children())
     base, names = children.get("base_layer", children.get("original_module")), getattr(module, "active_adapters", None)
     if base is None or names is None:
-        own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        values = [x for name, x in own if name not in module._non_persistent_buffers_set and id(x) not in seen]
+        values = [x for x in tensors_of(module).values() if id(x) not in seen]
         seen.update(map(id, values))
-        yield from chain.from_iterable(_plain(x.data) for x in values)
+        yield from chain.from_iterable(plain_tensors(x.data) for x in values)
         if type(module).__module__.partition(".")[0] not in _LIBRARIES:  # factors and switches of somebody's own
             numbers = ((name, x) for name, x in vars(module).items() if isinstance(x, (bool, float)))
             yield from ([name, x] for name, x in numbers if name != "training" and not name.startswith("_"))
@@ -106,12 +107,12 @@ def _active(module: nn.Module, seen: set[int]) -> Iterator[Any]:
         if isinstance(x, nn.Module):
             yield from _active(x, seen)
         elif isinstance(x, Tensor):
-            yield from _plain(x.data)
+            yield from plain_tensors(x.data)
         elif isinstance(x, (bool, int, float, str, list)):
             yield x
 
 
-def _plain(x: Tensor) -> Iterator[Tensor]:
+def plain_tensors(x: Tensor) -> Iterator[Tensor]:
     """The tensors that one of another class is made of, such as codes and scales."""
     names = x.__tensor_flatten__()[0] if type(x) is not Tensor and hasattr(x, "__tensor_flatten__") else ()
-    yield from chain.from_iterable(_plain(getattr(x, name)) for name in names) if names else (x,)
+    yield from chain.from_iterable(plain_tensors(getattr(x, name)) for name in names) if names else (x,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,6 +44,20 @@ class LayerBytes:
     fitted: int  # bytes that a model holds once
 
 
+@dataclass
+class _Buffers:
+    """Capacities, in tokens of a sequence, of the buffers that grow."""
+
+    keys: int = 0
+    values: int = 0
+    positions: int = 0
+
+    def reserve(self, counts: TokenCounts, keys: int, values: int) -> None:
+        """Makes room for so many codes of keys and of values."""
+        self.keys = grown_capacity(self.keys, keys, counts.keys.tokens_per_group)
+        self.values = grown_capacity(self.values, values, counts.values.tokens_per_group)
+
+
 @dataclass(frozen=True)
 class CachePlan:
     """The caches of a method on a model's shapes."""
@@ -68,7 +82,7 @@ class CachePlan:
         key_bias: bool = False,
         fused: bool = False,
         other_bytes: Callable[[int], int] | None = None,
-    ) -> CachePlan:
+    ) -> Self:
         """From codecs, one per layer, fitted or not; some methods store a bias of keys (`key_bias`) apart."""
         apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
         known: dict[Any, LayerBytes] = {}
@@ -208,20 +222,6 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
         "value_bits": value,
         "effective": effective,
     }
-
-
-@dataclass
-class _Buffers:
-    """Capacities, in tokens of a sequence, of the buffers that grow."""
-
-    keys: int = 0
-    values: int = 0
-    positions: int = 0
-
-    def reserve(self, counts: TokenCounts, keys: int, values: int) -> None:
-        """Makes room for so many codes of keys and of values."""
-        self.keys = grown_capacity(self.keys, keys, counts.keys.tokens_per_group)
-        self.values = grown_capacity(self.values, values, counts.values.tokens_per_group)
 
 
 def _only(counts: Counts) -> int:

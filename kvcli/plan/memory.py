@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -301,7 +301,7 @@ class MethodPlan:
             "batch": largest(lambda batch: fits(prompt_tokens, batch), start=1, **search),
         }
 
-    def break_even(self, other: MethodPlan, tokens: int) -> dict[str, Any]:
+    def break_even(self, other: Self, tokens: int) -> dict[str, Any]:
         """From which number on this method, artifact included, takes less memory than another; None: never.
 
         `context` counts tokens of a single sequence, `contexts` sequences of `tokens`.

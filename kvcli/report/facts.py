@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from kvcli.artifact.recipe import Recipe, artifact_sha256
 from kvcli.errors import UsageError
+from kvcli.registry import get_method, method_name
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -67,7 +69,6 @@ def of_artifact(artifact: Artifact) -> dict[str, Any]:
 
     from kvcli.artifact.metadata import metric_values
     from kvcli.plan.cache import CachePlan
-    from kvcli.registry import get_method, method_name
 
     metadata, method, config = artifact.metadata, get_method(artifact.method), artifact.config
     others, codecs = _other_bytes(metadata["provenance"]), artifact.build_codecs(config)
@@ -164,9 +165,6 @@ def of_context(record: Any) -> dict[str, Any]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     """Facts of a recipe, and whether the folder that it names holds its artifact."""
-    from kvcli.artifact.recipe import Recipe, artifact_sha256
-    from kvcli.registry import method_name
-
     recipe, method, fitted = Recipe.read(path), "", {}
     if recipe.artifact_sha256 is None:
         method = method_name(recipe.method, recipe.settings)

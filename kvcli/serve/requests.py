@@ -264,9 +264,9 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat = ResponseFormat(type="text")
     chat_template_kwargs: dict[str, Any] = {}
-    # kept documents that the only message asks about, side by side; without a library one, by its context's name
     modalities: Annotated[list[str], only(["text"])] = ["text"]
     service_tier: Literal["auto", "default"] = "auto"
+    # kept documents that the only message asks about, side by side; without a library one, by its context's name
     library: str | None = None
     documents: list[str] = Field([], max_length=256, validate_default=True)
     repair: float = Field(0.1, ge=0, le=1)  # share of their tokens that is read again, see `Session.compose`

@@ -127,7 +127,7 @@ class Rendered:
     text: str
     ids: Tensor
 
-    def followed_by(self, loaded: LoadedModel, message: Message) -> Rendered:
+    def followed_by(self, loaded: LoadedModel, message: Message) -> Self:
         """The conversation with one more message and the beginning of a reply.
 
         Where the template renders what was before as it did then, its tokens stay.
@@ -139,7 +139,7 @@ class Rendered:
         new = ids_of_text(loaded, text[len(self.text) :], follows=True)
         return replace(self, messages=messages, text=text, ids=torch.cat((self.ids.to(new.device), new), dim=1))
 
-    def replied(self, reply: str, ids: Tensor) -> Rendered:
+    def replied(self, reply: str, ids: Tensor) -> Self:
         """The conversation with the model's reply; `ids` are all tokens [1, time] but the one that ends the reply."""
         messages = (*self.messages, {"role": "assistant", "content": reply})
         return replace(self, messages=messages, text=self.text + reply, ids=ids)

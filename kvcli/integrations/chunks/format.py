@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -62,7 +63,7 @@ class ChunkHeader:
         return fields + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(fields)))
 
     @classmethod
-    def read(cls, data: memoryview) -> ChunkHeader:
+    def read(cls, data: memoryview) -> Self:
         """The header of a stored chunk; ChunkError for bytes of another version, or truncated."""
         if len(data) < SIZE or bytes(data[: len(_MAGIC)]) != _MAGIC:
             raise ChunkError("the stored bytes are no chunk of kvcli: another program wrote them")
@@ -78,7 +79,7 @@ class ChunkHeader:
         return cls(method.rstrip(b"\0").decode(errors="replace"), identity, layout, start, size)
 
     @classmethod
-    def unpack(cls, data: memoryview) -> ChunkHeader:
+    def unpack(cls, data: memoryview) -> Self:
         """The header of a stored chunk, verified; ChunkError as of `read`, or for damaged bytes."""
         header = cls.read(data)
         payload = data[SIZE : SIZE + header.payload_bytes]

@@ -124,7 +124,7 @@ class Served:
             raise UsageError(f"method '{method.name}' computes a state from the prompt's queries, which no chunk has")
 
     @classmethod
-    def load(cls, settings: ChunkSettings, model: str = "", of_flags: Any = None) -> Served:
+    def load(cls, settings: ChunkSettings, model: str = "", of_flags: Any = None) -> Self:
         """Reads the model's config, and the artifact or the recipe, which are compared with its shapes alone.
 
         An engine's `model` is a default, as the `revision` in its record `of_flags` is, whose `hf_config` is used.

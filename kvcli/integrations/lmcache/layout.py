@@ -25,8 +25,7 @@ from kvcli.spec import ModelSpec
 def chunk_layout(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], spec: ModelSpec) -> ChunkLayout:
     """The layout of a chunk of a model, from shapes and dtypes of its tensors, one for each kind of layers.
 
-    Raises:
-        ChunkError: several kinds, another dtype, or a shape that is neither form; the message names it.
+    ChunkError: several kinds, another dtype, or a shape that is neither form; the message names it.
     """
     named = "; ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True))
     refused = f"chunks of the layout {named} cannot be stored as codes:"
@@ -46,8 +45,8 @@ def chunk_layout(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype],
     return ChunkLayout(num_layers, num_tokens, heads, spec.head_dim, dtypes[0])
 
 
-def keys_and_values(chunk: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Views of a chunk's tensor, [layers, num_kv_heads, tokens, head_dim] each; writing to them writes to it.
+def keys_and_values(chunk: Tensor, spec: ModelSpec) -> tuple[ChunkLayout, Tensor, Tensor]:
+    """Layout and views of a chunk's tensor, [layers, num_kv_heads, tokens, head_dim]; writing to them writes to it.
 
     ChunkError: as of `chunk_layout`.
     """
@@ -57,14 +56,12 @@ def keys_and_values(chunk: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         keys, values = chunk.view(2, x.num_layers, x.num_tokens, *heads).unbind(0)
     else:
         keys, values = chunk.view(x.num_layers, x.num_tokens, heads[0], 2, heads[1]).unbind(3)
-    return keys.transpose(1, 2), values.transpose(1, 2)
+    return x, keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def encode_chunk(codec: ChunkCodec, chunk: Tensor) -> Tensor:
     """The bytes of a chunk, uint8 on the CPU; ChunkError as of `chunk_layout` and of `ChunkCodec.encode`."""
-    spec = codec.served.spec
-    keys, values = keys_and_values(chunk, spec)
-    layout = chunk_layout([chunk.shape], [chunk.dtype], spec)
+    layout, keys, values = keys_and_values(chunk, codec.served.spec)
     return codec.encode(layout, lambda i: (keys[i : i + 1], values[i : i + 1])).stored[0]
 
 
@@ -73,9 +70,7 @@ def decode_chunk(codec: ChunkCodec, stored: Tensor, chunk: Tensor) -> ChunkHeade
 
     ChunkError: as of `chunk_layout` and of `ChunkCodec.check`; the chunk is unchanged.
     """
-    spec = codec.served.spec
-    keys, values = keys_and_values(chunk, spec)
-    layout = chunk_layout([chunk.shape], [chunk.dtype], spec)
+    layout, keys, values = keys_and_values(chunk, codec.served.spec)
     header = codec.check(stored, layout)
     for layer_idx, (k, v) in enumerate(codec.decode([stored], layout)):
         keys[layer_idx], values[layer_idx] = k[0].to(keys.device), v[0].to(values.device)
