@@ -6,8 +6,6 @@ with kvcli.attach(model, "commvq", artifact="runs/smollm2-135m/commvq-2bit") as 
     print(made.sequences, made.cache.memory())
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from kvcli._version import __version__

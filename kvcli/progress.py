@@ -1,7 +1,5 @@
 """Callbacks for progress: lines, and counts of finished work. The library prints nothing; the command line does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol

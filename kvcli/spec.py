@@ -3,8 +3,6 @@
 Only this module derives shapes from a transformers config. It does not load weights and does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

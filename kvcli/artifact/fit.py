@@ -5,8 +5,6 @@ A run folder holds `run.json`, what the run is bound to, and for each finished l
 of the tensors: a layer counts as finished if all of them agree. `assemble` makes an artifact of a complete run.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The metadata of an artifact, kvcli.json, with the names of the folder's files, and its model card."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

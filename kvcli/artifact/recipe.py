@@ -1,7 +1,5 @@
 """Recipes: YAML files with a method and its settings for one model, and what they were measured to lose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, Self
 

@@ -5,8 +5,6 @@ with which SDPA is slower. Here nothing grows, so SDPA reads exactly the tokens 
 on what decoding with this model, an uncompressed cache and this SDPA can reach.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

@@ -5,8 +5,6 @@ encoded, then repeated. Attention is compared with the reference on the same cod
 differently from the reference, so encoding errors are compared instead of codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`,
 `kvcli.bench.fixed_length` has a faster way of decoding with it. Methods are timed in `Session.generate`.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The suites `generate` and `memory` of `kvcli bench`. Before a method is run, its
 reference on one layer of the model's shape.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace

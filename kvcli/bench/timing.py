@@ -5,8 +5,6 @@ graph and replayed, as in a decode step. Both times are recorded. `triton.testin
 `do_bench_cudagraph` does not flush L2, and `do_bench` takes a duration instead of a number of calls.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

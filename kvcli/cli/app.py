@@ -1,7 +1,5 @@
 """The `kvcli` program: its commands, each in a file of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """How a command is registered and run: its options, its errors in one line, and the next command to type."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """`kvcli doctor` and `kvcli env`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The flags of a command, made from its options model, and their values: flags over the --config file over defaults."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Groups of commands, each of which is imported when it is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 `report` shows records of `kvcli eval` and `kvcli bench` as one page, or as Markdown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """`kvcli library`: documents that are read once and asked side by side."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

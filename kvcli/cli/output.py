@@ -1,7 +1,5 @@
 """What the user sees: data on standard output, messages and progress on standard error, one line per error."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 SHA256SUMS lists the files, as `sha256sum` checks it, but not the card; its own sha256 is the digest that pins them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and SIGHUP as exceptions, which wait while a library is imported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -79,7 +77,7 @@ def _send_later(number: int) -> None:
     timer.start()
 
 
-def _send_again(dropped: sys.UnraisableHookArgs) -> None:
+def _send_again(dropped: "sys.UnraisableHookArgs") -> None:
     """Sends a signal again whose exception Python cannot raise, as in destructors and callbacks of C code."""
     number = _State.raised
     if number is None or not isinstance(dropped.exc_value, KeyboardInterrupt):

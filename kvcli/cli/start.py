@@ -1,7 +1,5 @@
 """Where the program starts: signals and standard streams are put in order before anything heavy is imported."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvcli eval` and `kvcli bench`: a command of its own for each suite, all run alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

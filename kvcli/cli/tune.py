@@ -1,7 +1,5 @@
 """`kvcli tune`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

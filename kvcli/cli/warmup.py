@@ -1,7 +1,5 @@
 """`kvcli warmup`."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The machine and the versions in use, for records and bug reports."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

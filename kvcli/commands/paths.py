@@ -1,7 +1,5 @@
 """Default output folders of the commands, and the newest output of each, which is the next command's input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes and other numbers as text, and text as bytes."""
 
-from __future__ import annotations
-
 import re
 
 from kvcli.errors import UsageError

@@ -3,8 +3,6 @@
 Modules that define suites import torch in functions only: the command line reads all of them.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

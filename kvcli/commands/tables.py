@@ -1,7 +1,5 @@
 """Tables that fit the terminal: columns are left out before a number or a name is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self

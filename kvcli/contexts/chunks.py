@@ -5,8 +5,6 @@ start. A file is whole when its name is there, but nothing is flushed to the dis
 reader's checksum. Processes share a store.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -4,8 +4,6 @@ It is opened for each use, knows neither tensors nor records, and does not impor
 polls, so that Ctrl-C works.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

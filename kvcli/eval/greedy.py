@@ -4,8 +4,6 @@ The text becomes codes, the question reads them in a forward pass of its own. In
 to the text in full precision, and the first token of the answer would not depend on the codes at all.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Tokens are not independent: a token's error depends on the text around it and la
 units that are nearly independent of each other: blocks of consecutive tokens, prompts or documents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What lm-eval calls a model, and its index of tasks. Needs the extra `kvcli[eval]`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ and the residual window, are read from codes. Both models see the same tokens, s
 token by token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing

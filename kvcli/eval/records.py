@@ -3,8 +3,6 @@
 docs/records.md describes every field. A suite adds a class of units.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ their bytes lie on a path from the fewest bits on, each step of which saves most
 is measured on text that the search has not seen, and the prediction is corrected by that.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

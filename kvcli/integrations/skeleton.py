@@ -1,7 +1,5 @@
 """A served model as its config describes it: how it attends and rotates, without its weights."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch reads them with `weights_only`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

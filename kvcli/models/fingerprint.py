@@ -5,8 +5,6 @@ Adapters that were merged into the weights make another model. A quantized proje
 whatever its class, and compared up to the error of its codes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from itertools import chain

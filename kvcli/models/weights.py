@@ -4,8 +4,6 @@ Contexts depend on it; artifacts depend on less (`fingerprint.py`). An adapter c
 its name, and where it is active: a model whose adapters are disabled is the model without them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import chain

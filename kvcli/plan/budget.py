@@ -3,8 +3,6 @@
 A limit holds for what torch allocates; the CUDA context and the libraries come on top.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from bisect import bisect_left

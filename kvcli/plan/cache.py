@@ -4,8 +4,6 @@ Counts are those of `TokenCounts`, so the window, the schedules and the headroom
 are taken to be equally long and without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean

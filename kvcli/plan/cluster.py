@@ -1,7 +1,5 @@
 """What an engine holds on several GPUs: pages of codes beside weights, both divided by tensor parallelism."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Memory is what torch allocates on a GPU; on a CPU it is the resident set of the 
 the bytes of weights, caches, artifacts and files. What a forward pass allocates beside them is bounded by `pass_bound`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Two facts, or two files of records row by row: paired differences with intervals where the units are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean

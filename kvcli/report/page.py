@@ -4,8 +4,6 @@ Text and lines have the colour of the page's text, light or dark. A chart takes 
 them are drawn a second time for wide screens, and the style sheet shows one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

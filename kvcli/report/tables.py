@@ -3,8 +3,6 @@
 A table is of rows of one suite; `sections` puts the rows together that can stand in one.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

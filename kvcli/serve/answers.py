@@ -1,7 +1,5 @@
 """Answers: text of tokens, piece by piece, until one of the ends of an answer; and the JSON of the OpenAI API."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """HTTP: the endpoints of the OpenAI API, who may use them, limits, and errors in its form."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

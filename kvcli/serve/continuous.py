@@ -1,7 +1,5 @@
 """Requests that join and leave between passes: a pass makes a token of each that runs, and reads of new prompts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What makes the tokens of `kvcli serve`: pages for requests at once where they can be, else one request at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

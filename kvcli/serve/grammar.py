@@ -1,7 +1,5 @@
 """Answers that are JSON of a schema, by llguidance: at each place only tokens are chosen that can go on with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property

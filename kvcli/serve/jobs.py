@@ -1,7 +1,5 @@
 """Requests on their way through a thread that makes tokens."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """What the server counts, for Prometheus: under vLLM's names what vLLM counts, too, else under names of kvcli."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

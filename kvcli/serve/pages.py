@@ -1,7 +1,5 @@
 """Which pages of a `PagedModel` are whose: beginnings of prompts are shared, and kept while there is room."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter, OrderedDict

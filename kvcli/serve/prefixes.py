@@ -4,8 +4,6 @@ What is read of a prompt does not depend on what was kept: passes end at fixed p
 which everything is encoded (`Session.flush`). So a context cut to one of them is what reading its tokens alone gives.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """What a request may say: bodies of the OpenAI API, checked; whatever is not understood is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 

@@ -3,8 +3,6 @@
 Nothing is kept of a response: a conversation is sent whole, as with chat.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -1,7 +1,5 @@
 """How the tokens of a request are chosen, and what is told of their probabilities."""
 
-from __future__ import annotations
-
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence

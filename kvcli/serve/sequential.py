@@ -1,7 +1,5 @@
 """One request at a time, with a cache as sessions have it: for methods and models that pages do not take."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """The contexts of a server on disk: found and read by the thread that makes tokens, written by one of its own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

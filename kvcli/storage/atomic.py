@@ -1,7 +1,5 @@
 """Files that appear under their name only when they are complete, their checksums, and records as lines of JSON."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

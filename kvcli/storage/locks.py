@@ -1,7 +1,5 @@
 """Locks on folders and files against other processes of kvcli; they end with their process, also if it is killed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sealed JSON files: an object with a format version and the sha256 of its own fields, checked when it is read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Large results go through files in the folder of the run, so ranks have a file sy
 each has come so far, pass through gloo. A rank that ended ends the others where they wait.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ from there while its checksum is computed. On the host a file is mapped for its 
 for its checksum, so that a disk that fails is an error. This module does not know what the bytes mean.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The header of a safetensors file, for readers that bring its bytes into memory themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 This module does not know about files or the command line.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Incremental detokenization: the text of new tokens as it reads after those before them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

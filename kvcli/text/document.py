@@ -3,8 +3,6 @@
 This module does not know about files of text or the command line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

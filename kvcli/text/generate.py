@@ -1,7 +1,5 @@
 """Reading prompts into a compressed cache, and generating text with it, streamed and measured."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

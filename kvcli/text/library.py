@@ -3,8 +3,6 @@
 A document is a context whose notes name the library; `kvcli contexts` knows it as any other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Token ids of prompts, and conversations as text and tokens. This module does not know what is done with them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Where an engine does not say at which position of its context a chunk begins, it is found by the keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The shapes of a chunk, and the record of fixed size before its codes."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The served model: settings of an engine's JSON; shapes, RoPE and codecs from config and artifact, no weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

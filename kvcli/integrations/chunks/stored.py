@@ -1,7 +1,5 @@
 """Chunks that an engine hands over, to a store and back: those that cannot be stored or read are left out."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

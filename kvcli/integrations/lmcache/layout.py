@@ -9,8 +9,6 @@ LMCache's server has a chunk in one of two forms, told by their shapes and the m
 A rank of tensor parallelism has some of the heads, one of pipeline parallelism some of the layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

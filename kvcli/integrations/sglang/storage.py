@@ -3,8 +3,6 @@
 SGLang keeps its own cache and attention, and calls a backend in threads of its own, one for reading, one for writing.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Beside that, `tier`, `groups` and `slots` are a tier of codes for vLLM's own cache and its offloading.
 """
 
-from __future__ import annotations
-
 from kvcli.errors import UsageError
 
 NEEDED = "vLLM 0.26 or 0.31 to 0.33"

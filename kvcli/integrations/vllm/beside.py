@@ -1,7 +1,5 @@
 """Layers beside those of codes: sliding windows and states, whose cache and attention vLLM keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ It takes the place of this process (exec): signals, exit code and process id are
 check the model stays in memory.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What the layers of a model that vLLM has loaded have in common: RoPE, kernels, codecs, and the numbers of a pass."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 

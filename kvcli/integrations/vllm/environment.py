@@ -1,7 +1,5 @@
 """The method that environment variables name."""
 
-from __future__ import annotations
-
 import json
 import os
 

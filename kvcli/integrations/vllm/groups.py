@@ -1,7 +1,5 @@
 """Chunks of a group of layers as bytes and back: as codes, or as they are."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The codecs of the model that vLLM loads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

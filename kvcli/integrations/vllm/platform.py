@@ -1,7 +1,5 @@
 """Which layers get codes: checked for every engine, and chosen on a CPU, where vLLM has no choice of backends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname

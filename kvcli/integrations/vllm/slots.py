@@ -1,7 +1,5 @@
 """Where keys and values lie in the slots of vLLM's CPU tier."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
