@@ -212,10 +212,13 @@ def choose_offsets(
     """Gives codecs the constant part of keys that the settings ask for; returns settings that say which that is."""
     if isinstance(config, SequenceOffsetConfig):
         if config.sequence_offset == "auto":
-            config = config.model_copy(update={"sequence_offset": "mean" if attention().normalizes_keys else "none"})
+            norms = ("norm" in name for layer in attention().layers for name, _ in layer.module.named_modules())
+            config = config.model_copy(update={"sequence_offset": "mean" if any(norms) else "none"})
         for codec in codecs:
             codec.sequence_offset = config.sequence_offset == "mean"
     if isinstance(config, BiasOffsetConfig) and config.key_offset == "bias":
-        for codec, bias in zip(codecs, attention().key_biases(), strict=True):
-            codec.key_offset = bias
+        for codec, layer, bias in zip(codecs, attention().layers, attention().key_biases(), strict=True):
+            codec.key_offset, units = bias, layer.key_units(codec.key.spec.head_dim)
+            if units is not None:
+                codec.key.use_units(units)
     return config

@@ -278,6 +278,9 @@ class KeyCodec(Codec[CodesT, StateT]):
             keys = (rotation.tile if self.space == "tile" else rotation).apply(keys)
         return query @ keys.transpose(-1, -2)
 
+    def use_units(self, units: Tensor) -> None:
+        """Takes units of channels, float32 [head_dim], 1 or more, for codes that would err alike in all channels."""
+
     def rotated_offset(self, offset: Tensor, rotation: Rotation) -> Tensor:
         """A constant pre-RoPE key [1 or batch, heads, 1, head_dim] at each token's position; at that of its block if
         `space` is `tile`, so that a query has one product with it per block.

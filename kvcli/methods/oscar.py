@@ -78,8 +78,8 @@ class OSCAR(PerTokenCodec, KeyCodec[ScalarCodes, None], ValueCodec[ScalarCodes])
     def peak(self, x: Tensor, codes: ScalarCodes) -> Tensor:
         return super().peak(x.float() @ self.rotation, codes)
 
-    def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
-        return super().encode(self._clipped(x))
+    def encode(self, x: Tensor, state: None = None, peak: Tensor | None = None) -> ScalarCodes:
+        return super().encode(self._clipped(x), state, peak)
 
     def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
         return Codec.encode_noted(self, x, peak)

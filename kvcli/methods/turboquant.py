@@ -8,6 +8,7 @@ Written from the definitions of the paper. Deviations:
 - The paper's 2.5 and 3.5 bits (outlier channels with one bit more) are not implemented.
 - The paper does not say on which side of RoPE keys are quantized: here, after it, one rotation per layer for the keys
   and one for the values.
+- Channels of keys that a model normalizes are coded in units of their own (`LayerAttention.key_units`).
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class TurboQuant(KeyCodec[TurboQuantCodes, None], ValueCodec[TurboQuantCodes]):
     u_hat = u_mse + sqrt(pi/2)/d * |r| * S^T sign(S r), for which E<y, u_hat> = <y, u> (Algorithm 2, Theorem 2).
 
     Buffers:
-        rotation: float32 [head_dim, head_dim], Q: orthogonal, uniformly distributed.
+        rotation: float32 [head_dim, head_dim], Q: orthogonal, uniformly distributed; columns times units.
+        units: None, or float32 [head_dim], those of channels: x / units is coded.
         centroids: float32 [2^b], ascending.
-        projection: float32 [head_dim, head_dim], S: entries N(0, 1); only with `residual_sign`.
+        projection: float32 [head_dim, head_dim], S: entries N(0, 1), columns times units; only with `residual_sign`.
     """
 
     def __init__(self, spec: ModelSpec, n_bits: int, residual_sign: bool, generator: torch.Generator) -> None:
@@ -70,6 +72,8 @@ class TurboQuant(KeyCodec[TurboQuantCodes, None], ValueCodec[TurboQuantCodes]):
         self.spec, self.residual_sign = spec, residual_sign
         self.n_bits = n_bits - residual_sign
         self.rotation: Tensor = nn.Buffer(random_rotation(spec.head_dim, generator))
+        self.units: Tensor | None
+        self.register_buffer("units", None)
         self.centroids: Tensor = nn.Buffer(torch.tensor(lloyd_max(spec.head_dim, self.n_bits), dtype=torch.float32))
         if residual_sign:
             self.projection: Tensor = nn.Buffer(torch.randn(spec.head_dim, spec.head_dim, generator=generator))
@@ -78,37 +82,43 @@ class TurboQuant(KeyCodec[TurboQuantCodes, None], ValueCodec[TurboQuantCodes]):
         widths = (self.n_bits, 1) if self.residual_sign else (self.n_bits,)
         return float(self.spec.num_kv_heads * sum(8 * packed_size(self.spec.head_dim, bits) + 16 for bits in widths))
 
-    def encode(self, x: Tensor, state: None = None) -> TurboQuantCodes:
+    def use_units(self, units: Tensor) -> None:
+        for matrix in (self.rotation, *([self.projection] if self.residual_sign else [])):
+            matrix.mul_(units)
+        self.units = units
+
+    def in_units(self, x: Tensor) -> Tensor:
+        """Vectors [..., head_dim] in the units of channels."""
+        return x if self.units is None else x / self.units
+
+    def encode(self, x: Tensor, state: None = None, out: tuple[Tensor, Tensor] | None = None) -> TurboQuantCodes:
+        x, rotation = self.in_units(x), self.in_units(self.rotation)
         if self.fused and not self.residual_sign:
             from kvcli.methods.turboquant_kernels import encode_tokens
 
-            packed, norm = encode_tokens(x, self.rotation, self.centroids, self.n_bits)
+            packed, norm = encode_tokens(x, rotation, self.centroids, self.n_bits, out)
             return TurboQuantCodes(packed, norm, packed[..., :0], norm[..., :0])
-        unit = norm_unit(self.spec.head_dim)
-        scaled = x.float() / unit
+        scaled = x.float() / norm_unit(self.spec.head_dim)
         length = scaled.square().sum(-1, keepdim=True).sqrt()
         direction = scaled / length.clamp_min(TINY)
         borders = (self.centroids[1:] + self.centroids[:-1]) / 2
-        index = torch.bucketize(direction @ self.rotation.T, borders, out_int32=True)
+        index = torch.bucketize(direction @ rotation.T, borders, out_int32=True)
         packed, norm = pack_bits(index, self.n_bits), length.clamp(max=FP16_MAX).half()
         if not self.residual_sign:
             return TurboQuantCodes(packed, norm, packed[..., :0], norm[..., :0])
-        residual = direction - self.centroids[index] @ self.rotation
-        signs = pack_bits((residual @ self.projection.T > 0).int(), 1)
+        residual = direction - self.centroids[index] @ rotation
+        signs = pack_bits((residual @ self.in_units(self.projection).T > 0).int(), 1)
         return TurboQuantCodes(packed, norm, signs, residual.square().sum(-1, keepdim=True).sqrt().half())
 
     def encode_into(self, x: Tensor, state: None, codes: TurboQuantCodes) -> None:
-        if not self.fused or self.residual_sign:
+        if self.fused and not self.residual_sign:
+            self.encode(x, state, (codes.packed, codes.norm))
+        else:
             super().encode_into(x, state, codes)
-            return
-        from kvcli.methods.turboquant_kernels import encode_tokens
-
-        encode_tokens(x, self.rotation, self.centroids, self.n_bits, (codes.packed, codes.norm))
 
     def decode(self, codes: TurboQuantCodes, state: None = None) -> Tensor:
         width = self.spec.head_dim
-        index = unpack_bits(codes.packed, self.n_bits, width)
-        direction = self.centroids[index] @ self.rotation
+        direction = self.centroids[unpack_bits(codes.packed, self.n_bits, width)] @ self.rotation
         if self.residual_sign:
             signed = 2 * unpack_bits(codes.signs, 1, width).float() - 1
             factor = math.sqrt(math.pi / 2) / width

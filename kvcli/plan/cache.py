@@ -20,7 +20,7 @@ from kvcli.cache.layer import grown_capacity
 from kvcli.cache.record import Counts
 from kvcli.cache.sequences import positions_capacity
 from kvcli.commands.sizes import share
-from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import build_codecs
@@ -77,12 +77,10 @@ class CachePlan:
         codecs: Iterable[LayerCodec],
         dtype: torch.dtype,
         *,
-        key_bias: bool = False,
         fused: bool = False,
         other_bytes: Callable[[int], int] | None = None,
     ) -> Self:
-        """From codecs, one per layer, fitted or not; some methods store a bias of keys (`key_bias`) apart."""
-        apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
+        """From codecs, one per layer, fitted or not, with the offsets of keys."""
         known: dict[Any, LayerBytes] = {}
         layers = []
         for codec in codecs:
@@ -100,8 +98,7 @@ class CachePlan:
                     key_tokens=codec.key.tokens_per_group,
                     value_tokens=codec.value.tokens_per_group,
                     state=0 if state is None else state.nbytes,
-                    fitted=codec.fitted_bytes()
-                    + (4 * codec.key.spec.kv_dim if apart and codec.key_offset is None else 0),
+                    fitted=codec.fitted_bytes(),
                 )
             layers.append(known[same])
         return cls(spec, method, config, tuple(layers), dtype, fused, other_bytes)

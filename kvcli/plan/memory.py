@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from kvcli.artifact.choice import choose_offsets
 from kvcli.cache.compressed import MemoryReport, own_bytes
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
@@ -78,13 +79,6 @@ class PlannedModel:
         except (*FAILURES, ImportError) as error:
             raise UnsupportedModelError(f"transformers makes no model of its config ({one_line(error)})") from error
         return model.eval()
-
-    @cached_property
-    def key_bias(self) -> bool:
-        """Whether its key projections have a bias."""
-        layers = decoder_layers(self.empty)  # towers for images have projections of the same name
-        projections = (x for name, x in layers.named_modules() if name.endswith("k_proj"))
-        return any(getattr(x, "bias", None) is not None for x in projections)
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -154,11 +148,6 @@ class PlannedModel:
         encoding = 12 * 4 * spec.kv_width
         return max(size * (3 * mlp + 4 * hidden), size * (2 * heads + 4 * hidden) + encoding, (2 * size + 12) * hidden)
 
-    @cached_property
-    def keeps_scores(self) -> bool:
-        """Whether its attention has learnt sinks (gpt_oss), with which PyTorch keeps the scores of a prompt."""
-        return any(name.endswith("sinks") for name, _ in self.empty.named_parameters())
-
 
 def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
     """The transformers config of a model: shapes of `kvcli bench` need no file, other models their config.json only.
@@ -183,7 +172,7 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
     total = count * (planned.token_bytes + 8) + 3 * 4 * batch * spec.vocab_size
     if planned.windows:  # transformers makes a mask of all pairs of tokens, and cut windows keep their whole storage
         total += count * context * (2 + size) + count * size * sum(width for _, width in planned.windows)
-    if planned.keeps_scores:
+    if any(name.endswith("sinks") for name, _ in planned.empty.named_parameters()):  # PyTorch keeps scores with these
         total += 4 * size * count * context * spec.num_heads
     if tokens < context:
         earlier = min(context, _BLOCK_TOKENS)
@@ -214,18 +203,14 @@ class MethodPlan:
     def codecs(self) -> Sequence[LayerCodec]:
         """Codecs that are not fitted, whose bytes are those of fitted ones."""
         codecs = build_codecs(self.method, self.planned.spec, self.config)
-        chosen = getattr(self.config, "sequence_offset", "none")
-        on = chosen == "mean" or (chosen == "auto" and probe(self.planned.empty).normalizes_keys)
-        for codec in codecs:
-            codec.sequence_offset = on
+        choose_offsets(lambda: probe(self.planned.empty), self.config, codecs)
         return codecs
 
     @cached_property
     def cache(self) -> CachePlan:
         """Its caches."""
-        model = self.planned
-        shared: dict[str, Any] = {"key_bias": model.key_bias, "fused": self.fused, "other_bytes": model.other_bytes}
-        return CachePlan.of_codecs(model.spec, self.method, self.config, self.codecs, model.dtype, **shared)
+        model, given = self.planned, (self.method, self.config, self.codecs)
+        return CachePlan.of_codecs(model.spec, *given, model.dtype, fused=self.fused, other_bytes=model.other_bytes)
 
     @cached_property
     def artifact_bytes(self) -> int:
@@ -234,7 +219,7 @@ class MethodPlan:
             return 0
         header: dict[str, Any] = {}
         total = 0
-        for layer_idx, codec in enumerate(self.codecs):
+        for layer_idx, codec in enumerate(build_codecs(self.method, self.planned.spec, self.config)):
             for name, x in codec.state_dict().items():
                 record = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [total, total + x.nbytes]}
                 header[f"layers.{layer_idx}.{name}"] = record

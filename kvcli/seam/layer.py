@@ -58,6 +58,29 @@ class LayerAttention:
         """Whether scores are products of queries and keys, and nothing else."""
         return self.soft_cap is None and not self.has_sinks
 
+    def key_units(self, head_dim: int) -> Tensor | None:
+        """Units of channels of keys, in which errors of all channels cost about as much: the roots of the size of keys
+        over that of queries, by the weights of their norms.
+
+        Returns:
+            float32 [head_dim] on the CPU, 1 or more, the same in a RoPE pair, channels in the order of `kvcli.rope`;
+            1 if the model is on `meta`; None where keys and queries are not normalized with weights.
+        """
+        sizes, pairs = [], self.rotary_dim // 2
+        for norm in (getattr(self.module, name, None) for name in ("k_norm", "q_norm")):
+            weight = getattr(norm, "weight", None)
+            if norm is None or weight is None or weight.numel() % head_dim:
+                return None
+            signs = torch.ones_like(weight)
+            signs[..., 1::2] = -1  # a vector of size 1 and mean 0, whatever the kind of norm
+            size = self.in_order(norm(signs).detach().float().view(-1, head_dim)).square().mean(0)
+            sizes.append(torch.cat((size[: 2 * pairs].view(2, pairs).mean(0).repeat(2), size[2 * pairs :])))
+        if sizes[0].is_meta:
+            return torch.ones(head_dim)
+        ratio = (sizes[0].clamp_min(1e-12) / sizes[1].clamp_min(1e-12)).cpu() ** 0.25
+        ratio = ratio.clamp_min(float(ratio.max()) / 256)  # smaller errors are none beside the rest
+        return ratio / ratio.min()
+
     def query_dim(self, head_dim: int) -> int:
         """Channels of a query, where cached keys have `head_dim`."""
         return head_dim + self.latent * int(getattr(self.module, "qk_nope_head_dim", 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,14 +45,6 @@ class ModelAttention:
     implementation: str | None
     notes: tuple[str, ...] = ()
     drops_state: bool = False
-    _by_module: dict[int, LayerAttention] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_module", {id(layer.module): layer for layer in self.layers})
-
-    def layer_of(self, module: nn.Module) -> LayerAttention | None:
-        """The attention of a module, if it is full attention."""
-        return self._by_module.get(id(module))
 
     def check_later_passes(self) -> None:
         """Raises ModelError where a text cannot be read in several passes."""
@@ -64,13 +56,8 @@ class ModelAttention:
         """Modules that need what the rotary module returns."""
         if isinstance(self.rope, NoRope):
             return []
-        layers = ((module, self.layer_of(module)) for module in self.modules)
-        return [module for module, layer in layers if layer is None or layer.own_rotation]
-
-    @property
-    def normalizes_keys(self) -> bool:
-        """Whether attention has a norm, of keys or of queries and keys, after their projection."""
-        return any("norm" in name for layer in self.layers for name, _ in layer.module.named_modules())
+        others = [layer.module for layer in self.layers if not layer.own_rotation]
+        return [module for module in self.modules if module not in others]
 
     def key_biases(self) -> list[Tensor | None]:
         """The constant that each layer's projection adds to every pre-RoPE key.
@@ -80,16 +67,16 @@ class ModelAttention:
             is no bias of a projection of keys alone, or where the keys are normalized after it, so that it is no
             constant.
         """
-        biases: list[Tensor | None] = []
+        biases = (getattr(getattr(layer.module, "k_proj", None), "bias", None) for layer in self.layers)
         shape = (self.spec.num_kv_heads, self.spec.head_dim)
-        for layer in self.layers:
-            bias = getattr(getattr(layer.module, "k_proj", None), "bias", None)
-            normalized = any("norm" in name for name, _ in layer.module.named_modules())
-            if bias is None or normalized or bias.numel() != shape[0] * shape[1]:
-                biases.append(None)
-            else:
-                biases.append(layer.in_order(bias.detach().to(torch.float32, copy=True).view(shape)))
-        return biases
+        return [
+            None
+            if bias is None
+            or any("norm" in name for name, _ in layer.module.named_modules())
+            or bias.numel() != shape[0] * shape[1]
+            else layer.in_order(bias.detach().to(torch.float32, copy=True).view(shape))
+            for layer, bias in zip(self.layers, biases, strict=True)
+        ]
 
 
 def attention_of_config(model: nn.Module) -> ModelAttention:

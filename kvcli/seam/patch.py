@@ -118,8 +118,9 @@ class Seam:
         if not isinstance(self.rope, NoRope):
             self._rotary = PreRopeRotary(self.rope, self._on_rotary, lambda: self.current.rope)
             replace_module(self.model, self.rope.module, self._rotary)
+        of_module = {layer.module: layer for layer in attention.layers}
         for module in attention.modules:
-            setattr(module, _ATTRIBUTE, (self, attention.layer_of(module)))
+            setattr(module, _ATTRIBUTE, (self, of_module.get(module)))
         for layer in attention.layers:
             if layer.latent:
                 cache_latents(layer.module)

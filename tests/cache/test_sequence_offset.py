@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 from factories import make_model
+from families import make
 from passes import ids, padded
 
 import kvcli
 from kvcli.errors import CacheError
 from kvcli.plan.memory import MethodPlan, PlannedModel
 from kvcli.registry import METHODS, get_method, make_config
+from kvcli.seam.probe import probe
 from kvcli.seam.versions import with_cache
 
 WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
@@ -62,11 +64,31 @@ def exact() -> torch.Tensor:
 @pytest.mark.parametrize("method", OFFSET)
 def test_the_mean_of_the_first_keys_takes_the_constant_part(method: str, exact: torch.Tensor) -> None:
     model, settings = normed_model(), {**settings_of(method), "k_bits": 2, "v_bits": 8 if method == "rtn-4" else 4}
+    settings["key_offset"] = "none"  # nor units of channels
     errors = {offset: error(model, exact, method, **settings, sequence_offset=offset) for offset in ("mean", "none")}
     assert errors["mean"] < 0.6 * errors["none"], errors
     assert error(model, exact, method, **settings) == errors["mean"]  # auto
     with kvcli.attach(make_model("llama"), method, **settings) as session:
         assert session.config.sequence_offset == "none"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("variant", ["mse", "prod"])
+def test_channels_of_normalized_keys_have_units_of_their_own(variant: str, exact: torch.Tensor) -> None:
+    model, settings = normed_model(), {**settings_of("turboquant-3"), "k_bits": 3, "v_bits": 16, "key_variant": variant}
+    own, alike = (error(model, exact, "turboquant-3", **settings, key_offset=x) for x in ("bias", "none"))
+    assert own < 0.6 * alike, (own, alike)
+
+
+@pytest.mark.parametrize(("family", "more"), [("qwen3", 0), ("gemma3_text", 1), ("olmo2", 0)])
+def test_units_are_of_the_sizes_that_norms_give(family: str, more: int) -> None:
+    attention = probe(make(family))
+    spec, layer, sizes = attention.spec, attention.layers[0], []
+    for weight in (layer.module.k_norm.weight, layer.module.q_norm.weight):
+        weight.data.normal_(generator=torch.Generator().manual_seed(weight.numel()))
+        sizes.append((weight.detach() + more).view(-1, 2, spec.head_dim // 2).square().mean((0, 1)))
+    ratio = (sizes[0] / sizes[1]).sqrt().sqrt().repeat(2)
+    assert torch.allclose(layer.key_units(spec.head_dim), ratio / ratio.min(), rtol=1e-3)
+    assert probe(make("llama")).layers[0].key_units(spec.head_dim) is None
 
 
 @pytest.mark.parametrize("method", UNFITTED)

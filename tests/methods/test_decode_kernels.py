@@ -135,6 +135,7 @@ def test_turboquant(case: tuple[int, int, int, int], dtype: torch.dtype) -> None
     _, codec = make_codec(f"turboquant-{bits}", 4, 2, head_dim)
     x = torch.randn(batch, 2, length + 5, head_dim, device=DEVICE)
     x[:, 1, 3] = 0
+    codec.key.use_units(torch.linspace(1, 2, head_dim, device=DEVICE))
     for part in (codec.key, codec.value):
         codes = part.encode(x, None).slice(3, length + 3)
         part.fused = True

@@ -122,11 +122,14 @@ def test_turboquant(head_dim: int, time: int, batch: int, bits: int, dtype: torc
     x = sample(2, many(time), head_dim, batch=batch, dtype=dtype)
     x[:, 0, 0] = 0
     x[:, :, -1] *= 1e3
+    units = torch.linspace(1, 9, head_dim, device=x.device)
+    codec.use_units(units)
     reference, ours = both(codec, x)
     index, expected = (unpack_bits(codes.packed, bits, head_dim) for codes in (ours, reference))
     borders = (codec.centroids[1:] + codec.centroids[:-1]) / 2
-    direction = x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)
-    turned = direction @ codec.rotation.double().T
+    scaled = x.double() / units
+    direction = scaled / scaled.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    turned = direction @ (codec.rotation / units).double().T
     sure = (turned.unsqueeze(-1) - borders).abs().amin(-1) > 1e-5
     assert torch.equal(index[sure], torch.bucketize(turned, borders.double(), out_int32=True)[sure])
     assert (index == expected).float().mean() > 0.999

@@ -77,6 +77,7 @@ def test_kernels_add_the_offset(
     torch.manual_seed(0)
     method, codec = make_codec(name, 8, 2, 64, **settings)
     offset = set_offset(codec, 3.0)
+    codec.key.use_units(torch.linspace(1, 9, 64, device=DEVICE))
     assert codec.needs_rotations
     part = make_part(codec, 8, 2, length, lengths)
     query = torch.randn(2, 8, query_len, 64, device=DEVICE).to(dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from factories import make_model
 
+from kvcli.artifact.choice import choose_offsets
 from kvcli.attention import steps
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
@@ -24,11 +25,8 @@ def attached(model: Any, name: str) -> tuple[Session, CachePlan]:
     method = get_method(name)
     config = make_config(method.name, method.example_settings).resolve(spec)
     codecs = build_codecs(method, spec, config)
-    bias = probe(model).key_biases()
-    plan = CachePlan.of_codecs(spec, method, config, codecs, model.dtype, key_bias=bias[0] is not None)
-    if isinstance(config, BiasOffsetConfig) and config.key_offset == "bias":
-        for codec, offset in zip(codecs, bias, strict=True):
-            codec.key_offset = offset
+    choose_offsets(lambda: probe(model), config, codecs)
+    plan = CachePlan.of_codecs(spec, method, config, codecs, model.dtype)
     return Session(model, spec, method, config, codecs, "reference"), plan
 
 

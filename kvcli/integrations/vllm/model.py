@@ -12,7 +12,7 @@ from kvcli.artifact.choice import MethodChoice
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.integrations.vllm.environment import SETTINGS
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models.fingerprint import fingerprint
 from kvcli.paged.pages import check_codecs, device_of
@@ -43,8 +43,8 @@ def codecs_of(
         raise UnsupportedModelError(f"layers of {min(others)} beside codes in pages are not supported")
     if ranks > 1 and not fitted:
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
-    with_weights, with_biases = fitted or choice.recipe is not None, choice.named.get("key_offset") != "none"
-    read_projections(model, weights, with_weights=with_weights, with_biases=with_biases)
+    with_biases = issubclass(choice.record.config_cls, BiasOffsetConfig) and choice.named.get("key_offset") != "none"
+    read_projections(model, weights, with_weights=fitted or choice.recipe is not None, with_biases=with_biases)
     digest = None if weights is None else lambda: fingerprint(model, whole)
     exact, codecs = choice.codecs(spec, lambda: attention_of_config(model), digest)
     check_codecs(choice.method, codecs)
@@ -88,27 +88,30 @@ def _rank() -> int:
 def read_projections(
     model: nn.Module, weights: Callable[[], Path] | None, *, with_weights: bool, with_biases: bool
 ) -> None:
-    """Gives projections of keys and values on `meta` the first column of their weights, and keys their biases.
+    """Gives projections of keys and values on `meta` the first column of their weights, keys their biases and norms.
 
     ModelError: these are not in the checkpoint as safetensors of floating point. Random weights have no biases.
     """
-    named = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")}
+    kinds = ("k_proj", "v_proj", "k_norm", "q_norm")
+    named = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in kinds}
     if weights is None:
         for module in named.values():
             module.bias = None
         return
-    wanted = {f"{name}.weight" for name in named if with_weights}
+    norms = {f"{name}.weight" for name, x in named.items() if name.endswith("_norm") and hasattr(x, "weight")}
+    wanted = {f"{name}.weight" for name in named if with_weights and name.endswith("_proj")}
     if with_biases:
-        wanted |= {f"{name}.bias" for name, x in named.items() if x.bias is not None and name.endswith("k_proj")}
+        wanted |= norms
+        wanted |= {f"{name}.bias" for name, x in named.items() if name.endswith("k_proj") and x.bias is not None}
     for path in sorted(weights().glob("*.safetensors")) if wanted else ():
         with safe_open(path, framework="pt") as file:
             for key in wanted & set(file.keys()):
                 name, _, what = key.rpartition(".")
                 # a fingerprint samples the first column
-                x = file.get_slice(key)[:, :1] if what == "weight" else file.get_tensor(key)
+                x = file.get_slice(key)[:, :1] if what == "weight" and key not in norms else file.get_tensor(key)
                 if x.is_floating_point() and x.itemsize > 1:
                     setattr(named[name], what, nn.Parameter(x, requires_grad=False))
                     wanted.remove(key)
     if wanted:
-        hint = "" if with_weights else f'; {SETTINGS}=\'{{"key_offset": "none"}}\' does without biases'
+        hint = "" if with_weights else f'; {SETTINGS}=\'{{"key_offset": "none"}}\' does without biases and norms'
         raise ModelError(f"{min(wanted)} is not in the checkpoint as safetensors in floating point{hint}")

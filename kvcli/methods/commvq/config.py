@@ -106,10 +106,6 @@ class CommVQConfig(CacheConfig):
         bits = {"num_residuals": self.layer_residuals[layer_idx], "value_code_bits": self.layer_value_bits[layer_idx]}
         return self.model_copy(update={**bits, "layer_residuals": (), "layer_value_bits": ()})
 
-    def for_group(self) -> Self:
-        """The settings of one of the value groups of a layer, of resolved ones."""
-        return self.model_copy(update={"value_groups": 1, "value_code_bits": self.value_code_bits // self.value_groups})
-
     def resolve(self, spec: ModelSpec) -> Self:
         """Fills in what is 0: g = 32, or head_dim/2 if that is no multiple, R the nearest to `bits` * g / log2 N
         (Eq. 21), N_c = `bits` * D (Eq. 10).

@@ -25,7 +25,9 @@ def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[
     if resolved.value_groups == 1:
         return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)
     heads = {name: getattr(spec, name) // resolved.value_groups for name in ("num_heads", "num_kv_heads")}
-    part, of_group, groups = replace(spec, **heads), resolved.for_group(), range(resolved.value_groups)
+    part, groups = replace(spec, **heads), range(resolved.value_groups)
+    bits = resolved.value_code_bits // len(groups)
+    of_group = resolved.model_copy(update={"value_groups": 1, "value_code_bits": bits})
     keys = KeyGroups([CommVQKeyCodec(part, of_group) for _ in groups])
     return LayerCodec(keys, ValueGroups([CommVQValueCodec(part, of_group) for _ in groups]), key_offset)
 

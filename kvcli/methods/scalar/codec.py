@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,10 @@ class ScalarCodec(Codec[ScalarCodes, StateT]):
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize(unpacked, codes.scale, codes.zero)
 
+    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
+        encode: Any = self.encode
+        return encode(x, None, peak) if self.fused else super().encode_noted(x, peak)
+
     def decode_to(self, codes: ScalarCodes, state: StateT, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
@@ -122,20 +127,13 @@ class PerChannelCodec(ScalarCodec[StateT], KeyCodec[ScalarCodes, StateT]):
         codes, scale, zero = quantize(groups, self.n_bits)
         return codes.transpose(-1, -2).flatten(2, 3), scale.squeeze(-1), zero.squeeze(-1)
 
-    def encode(self, x: Tensor, state: StateT | None = None) -> ScalarCodes:
+    def encode(self, x: Tensor, state: StateT | None = None, peak: Tensor | None = None) -> ScalarCodes:
         if self.fused:
             from kvcli.methods.scalar.encode_kernels import quantize_per_channel
 
-            return ScalarCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
+            return ScalarCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group, peak))
         codes, scale, zero = self.quantize_channels(x)
         return ScalarCodes(pack_planes(codes, self.n_bits), scale, zero)
-
-    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
-        if not self.fused:
-            return super().encode_noted(x, peak)
-        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
-
-        return ScalarCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group, peak))
 
     def scores(self, query: Tensor, codes: ScalarCodes, state: StateT, rotation: Rotation | None) -> Tensor:
         if rotation is not None:
@@ -172,28 +170,21 @@ class PerTokenCodec(ScalarCodec[None]):
                 "group_size that divides head_dim"
             )
 
-    def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
+    def encode(self, x: Tensor, state: None = None, peak: Tensor | None = None) -> ScalarCodes:
         if self.fused:
             from kvcli.methods.scalar.encode_kernels import quantize_per_token
 
-            return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size))
+            return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size, peak))
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
         return ScalarCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 
-    def encode_noted(self, x: Tensor, peak: Tensor) -> ScalarCodes:
-        if not self.fused:
-            return super().encode_noted(x, peak)
-        from kvcli.methods.scalar.encode_kernels import quantize_per_token
-
-        return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size, peak))
-
     def encode_into(self, x: Tensor, state: None, codes: ScalarCodes) -> None:
-        if not self.fused:
-            super().encode_into(x, state, codes)
-            return
-        from kvcli.methods.scalar.encode_kernels import encode_per_token
+        if self.fused:
+            from kvcli.methods.scalar.encode_kernels import encode_per_token
 
-        encode_per_token(x, x.shape[2], self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
+            encode_per_token(x, x.shape[2], self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
+        else:
+            super().encode_into(x, state, codes)
 
 
 class PerTokenKey(PerTokenCodec, KeyCodec[ScalarCodes, None]):

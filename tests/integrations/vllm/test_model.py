@@ -18,6 +18,7 @@ from kvcli.integrations.vllm import register
 from kvcli.integrations.vllm.environment import choice_of_environment
 from kvcli.integrations.vllm.model import codecs_of
 from kvcli.registry import get_method
+from kvcli.seam.probe import probe
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +157,14 @@ def test_biases_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
     assert all(codec.key_offset is None for codec in codecs(model, "rtn-4"))  # random weights
 
 
+def test_norms_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn.k_norm.weight.data[:5] *= 7
+    model.save_pretrained(tmp_path)
+    found = codecs(model, "turboquant-3", tmp_path, sequence_offset="none")[1].key.units
+    assert torch.equal(found, probe(model).layers[1].key_units(16))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_heads_of_one_process_have_codecs_of_their_own(
     rank: int, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +201,7 @@ def test_codes_of_heads_of_several_processes_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr("kvcli.integrations.vllm.model._rank", lambda: 0)
     # 9 bytes per channel of a band for 6 heads
-    artifact = fitted(tiny_model, name, tmp_path, **({"bits": 1.5} if name == "klt" else {}))
+    artifact = fitted(tiny_model, name, tmp_path, **({"bits": 1.5, "joint_heads": 1} if name == "klt" else {}))
     with pytest.raises(UsageError, match=f"no tensor parallelism with this artifact: .*{reason}"):
         codecs_of(tiny_model.config, MethodChoice(name, {}, artifact), 2, None)
 
