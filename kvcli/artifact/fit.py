@@ -118,7 +118,13 @@ def fit_recording(
     if config.sink_length >= (seq_len := recording.manifest.seq_len):
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
     if method.allocate is not None:
-        config = method.allocate(recording.spec, config, recording.fisher)
+        sinks = config.sink_length
+        config = method.allocate(
+            recording.spec,
+            config,
+            recording.fisher,
+            lambda layer_idx: split_samples(recording, layer_idx, sinks, device, block_tokens, folder)[0],
+        )
     description = {
         "format_version": FitManifest.VERSION,
         "method": method.name,

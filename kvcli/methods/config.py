@@ -182,6 +182,12 @@ class KLTConfig(CacheConfig):
         description="bits of the bands of each layer's kv heads, most first; default: where errors cost most",
     )
     value_fields: tuple[tuple[tuple[int, ...], ...], ...] = Field(default=(), description="the same of values")
+    joint_heads: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="consecutive kv heads that share a transform; 0: as many as a product of queries takes at once",
+    )
     head_groups: int = Field(
         default=1,
         ge=1,
@@ -204,6 +210,9 @@ class KLTConfig(CacheConfig):
         """
         if spec.num_kv_heads % self.head_groups:
             raise ValueError(f"head_groups {self.head_groups} does not divide the {spec.num_kv_heads} kv heads")
+        if spec.num_kv_heads // self.head_groups % max(1, self.joint_heads):
+            each = f"{spec.num_kv_heads // self.head_groups} kv heads of a group"
+            raise ValueError(f"joint_heads {self.joint_heads} does not divide the {each}")
         for fields in (self.key_fields, self.value_fields):
             if fields and [*map(len, fields)] != [spec.num_kv_heads] * spec.num_layers:
                 raise ValueError(f"fields take {spec.num_kv_heads} kv heads for each of {spec.num_layers} layers")

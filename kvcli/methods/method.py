@@ -54,6 +54,11 @@ class FitReport:
     warnings: tuple[str, ...] = ()
 
 
+Allocate = Callable[[ModelSpec, Any, Sequence[LayerFisher] | None, Callable[[int], LayerSamples]], Any]
+"""Settings for fitting, from settings, what errors of each layer cost (None: not recorded), and what gives the training
+samples of a layer by its index.
+"""
+
 FitLayer = Callable[[Any, LayerSamples, LayerSamples, Any, torch.Generator], FitReport]
 """Fits a layer's `LayerCodec` in place from training and held-out samples, a method config and a seeded generator."""
 
@@ -75,7 +80,7 @@ class Method:
             call `per_layer.make_codec`), and its index.
         nominal_bits: the paper's bits per value for K and V, without scales.
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
-        allocate: settings for fitting, from settings and what errors of each layer cost (None: not recorded).
+        allocate: resolves settings before layers are fitted.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.
         attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
@@ -97,7 +102,7 @@ class Method:
     paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
     fit: FitLayer | None = None
-    allocate: Callable[[ModelSpec, Any, Sequence[LayerFisher] | None], Any] | None = None
+    allocate: Allocate | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)

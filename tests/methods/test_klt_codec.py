@@ -250,16 +250,18 @@ def test_random_bases_can_be_inverted() -> None:
 
 def test_codecs_that_are_not_fitted_make_codes() -> None:
     """Plans of caches take their bytes from such codecs."""
-    codec = get_method("klt").build(make_spec(), KLTConfig(), 0).key
-    codes = codec.encode(torch.randn(1, 2, 5, WIDTH))
-    assert 8 * codes.nbytes == 5 * codec.bits_per_token()
-    assert not codec.decode(codes).any()
-    unused = get_method("klt").build(make_spec(), KLTConfig(), 0).key
-    fitted = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH)
-    tables = 2 * (WIDTH * (8 + 8 + 5 * 4) + 4 * 4 + (BANDS + 1) * 6 * 4) + 4 * 8
-    query = 2 * (2 * WIDTH * (WIDTH + 2 * 16) + 4 * (2 * WIDTH + 1))
-    assert unused.codebook_bytes() == codec.codebook_bytes() == fitted + tables + query
-    assert get_method("klt").build(make_spec(), KLTConfig(), 0).value.codebook_bytes() == fitted + tables
+    for joint in (1, 2):
+        config = KLTConfig(joint_heads=joint)
+        codec = get_method("klt").build(make_spec(), config, 0).key
+        codes = codec.encode(torch.randn(1, 2, 5, WIDTH))
+        assert 8 * codes.nbytes == 5 * codec.bits_per_token()
+        assert not codec.decode(codes).any()
+        unused = get_method("klt").build(make_spec(), config, 0).key
+        fitted = 4 * (2 * 2 * joint * WIDTH * WIDTH + 2 * WIDTH)
+        tables = 2 * (WIDTH * (8 + 8 + 5 * 4) + 4 * 4 + (BANDS + 1) * 6 * 4) + 4 * 8
+        query = 2 * (2 * WIDTH * (joint * WIDTH + 2 * 16) + 4 * (2 * WIDTH + 1))
+        assert unused.codebook_bytes() == codec.codebook_bytes() == fitted + tables + query
+        assert get_method("klt").build(make_spec(), config, 0).value.codebook_bytes() == fitted + tables
 
 
 def test_a_basis_of_very_unequal_columns_is_inverted_exactly() -> None:

@@ -25,7 +25,9 @@ _STEPS = 5
 _MOST_BITS = 4
 
 
-def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher] | None) -> CommVQConfig:
+def allocate(
+    spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher] | None, samples: object = None
+) -> CommVQConfig:
     """The settings with residual stages and value bits for each layer.
 
     Starting from one step everywhere, steps go one by one to where they save most per bit. Distortion is a convex

@@ -3,7 +3,8 @@
 A score is <q, R (m + B y)> with y = g (c - l / 2) the coded vector of levels c from 0 to l, R the rotation of the first
 position of its tile and m the offset at its block of the tile. The query is transformed once per tile, to B^T R^T q,
 and multiplied with levels, of a trellis with 4 fields + subsets; its products with the offsets of the tile's blocks are
-a few numbers.
+a few numbers. Of heads that share a transform, each holds a share of y: a query of one has a part for each of them, and
+its score is the sum of their products.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _QUERY_WARPS = 4
 _WARPS = 1
 _WARPS_FP32 = 4
 _MAX_REGISTERS = {False: 128, True: 168}  # without and with a trellis
+_MORE_REGISTERS = 40  # for queries of several heads, on one H200
 
 _BANDS = tl.constexpr(BANDS)
 _OFFSET_BLOCK = tl.constexpr(OFFSET_BLOCK)
@@ -57,11 +59,13 @@ def _tile_queries_kernel(
     query, basis, factors, offsets, tile_cos, tile_sin, positions, lengths, out, numbers,
     t_batch, at_batch, num_kv_heads, rows, num_tiles, scaling,
     D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, TILE: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, JOINT: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """out = B^T R^T q of each tile and query row, times scaling, as the other operand of `band_columns`.
 
-    Grid (programs, batch * num_kv_heads); a program takes each `programs`-th BLOCK_R rows.
+    Grid (programs, batch * num_kv_heads, JOINT): heads of codes, and the query's among the JOINT ones that share a
+    transform with it; a program takes each `programs`-th BLOCK_R rows of a query's head.
 
     Args:
         query: float [batch, num_kv_heads, rows, D], contiguous, after RoPE.
@@ -69,13 +73,16 @@ def _tile_queries_kernel(
         tile_cos, tile_sin: float32 [batch or 1, num_tiles, ROTARY / 2], of the first position, stride t_batch.
         positions: int [batch or 1, >= 1], stride at_batch, of the first token; lengths: int32 [batch], tokens of each
             sequence, if HAS_LENGTHS.
-        out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written up to the
-            last tile of a sequence.
-        numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
-            with the levels' middle, and those with the offsets.
+        out: [batch, num_kv_heads, num_tiles, JOINT * rows, D], float32 if FP32_DOT, else float16 in units; written up
+            to the last tile of a sequence.
+        numbers: float32 [batch, num_kv_heads, num_tiles, JOINT * rows, NUMBERS], written: the factor of products, the
+            product with the levels' middle, and, of the first of JOINT heads, those with the offsets.
     """
     pdl_begin()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
+    i_part, i_own = i_h % JOINT, tl.program_id(2)
+    i_query = i_h - i_part + i_own  # head of the query
+    BD: tl.constexpr = JOINT * D
     HALF: tl.constexpr = ROTARY // 2
     CHUNKS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     OFFSETS: tl.constexpr = NUMBERS - 2
@@ -86,18 +93,20 @@ def _tile_queries_kernel(
     first, second = o_p, o_p + D // 2
     if ROTARY < D:
         first, second = tl.where(o_p < HALF, o_p, o_p + HALF), tl.where(o_p < HALF, o_p + HALF, second)
-    basis += i_h * (D * D)
+    basis += i_query * (D * BD) + i_part * D
+    offset_unit = factors + i_query * (2 * D + 1) + 2 * D
     factors += i_h * (2 * D + 1)
     if CHUNKS == 1:
-        b_first, b_second = _columns(basis, first, m_p, 0, D, BLOCK_K), _columns(basis, second, m_p, 0, D, BLOCK_K)
+        b_first = _columns(basis, first, m_p, 0, D, BD, BLOCK_K)
+        b_second = _columns(basis, second, m_p, 0, D, BD, BLOCK_K)
     if OFFSETS > 0:
         COLUMNS: tl.constexpr = OFFSETS if FP32_DOT else 2 * OFFSETS
-        offsets += i_h * (D * COLUMNS)
-        b_x_offset = _columns(offsets, first, m_p, 0, COLUMNS, 16)
-        b_y_offset = _columns(offsets, second, m_p, 0, COLUMNS, 16)
+        offsets += i_query * (D * COLUMNS)
+        b_x_offset = _columns(offsets, first, m_p, 0, COLUMNS, COLUMNS, 16)
+        b_y_offset = _columns(offsets, second, m_p, 0, COLUMNS, COLUMNS, 16)
         if not FP32_DOT:
-            b_x_rest = _columns(offsets, first, m_p, OFFSETS, COLUMNS, 16)
-            b_y_rest = _columns(offsets, second, m_p, OFFSETS, COLUMNS, 16)
+            b_x_rest = _columns(offsets, first, m_p, OFFSETS, COLUMNS, COLUMNS, 16)
+            b_y_rest = _columns(offsets, second, m_p, OFFSETS, COLUMNS, COLUMNS, 16)
     count = num_tiles
     if HAS_LENGTHS:
         begin = tl.load(positions + i_b * at_batch).to(tl.int32) % TILE
@@ -106,7 +115,7 @@ def _tile_queries_kernel(
         r = start + tl.arange(0, BLOCK_R)
         m_r, tile, row = r < count * rows, r // rows, r % rows
         mask = m_r[:, None] & m_p[None, :]
-        p_row = query + (i_bh * rows + row)[:, None] * D
+        p_row = query + ((i_b * num_kv_heads + i_query) * rows + row)[:, None] * D
         b_x = tl.load(p_row + first[None, :], mask=mask, other=0.0).to(tl.float32) * scaling
         b_y = tl.load(p_row + second[None, :], mask=mask, other=0.0).to(tl.float32) * scaling
         p_angle = i_b * t_batch + tile[:, None] * HALF + o_p[None, :]
@@ -118,27 +127,28 @@ def _tile_queries_kernel(
         if not FP32_DOT:
             unit = pow2_above(tl.maximum(tl.max(tl.maximum(tl.abs(b_x), tl.abs(b_y)), 1), TINY))
             b_x, b_y = b_x * (1.0 / unit)[:, None], b_y * (1.0 / unit)[:, None]
-        at = (i_bh * num_tiles * rows + r).to(tl.int64)
+        at = i_bh * num_tiles * (JOINT * rows) + (tile * JOINT + i_own) * rows + row
         p_number = numbers + at * NUMBERS
         b_q = b_x.to(out.dtype.element_ty), b_y.to(out.dtype.element_ty)
         if OFFSETS > 0:
-            b_o = tl.dot(b_q[0], b_x_offset, input_precision=PRECISION)
-            b_o = tl.dot(b_q[1], b_y_offset, b_o, input_precision=PRECISION)
-            if not FP32_DOT:  # in two parts, both operands have 22 bits
-                b_o = tl.dot(b_q[0], b_x_rest, b_o)
-                b_o = tl.dot(b_q[1], b_y_rest, b_o)
-                b_o = tl.dot((b_x - b_q[0].to(tl.float32)).to(tl.float16), b_x_offset, b_o)
-                b_o = tl.dot((b_y - b_q[1].to(tl.float32)).to(tl.float16), b_y_offset, b_o)
-                b_o *= (unit * tl.load(factors + 2 * D))[:, None]
             o_b = tl.arange(0, 16)
-            tl.store(p_number[:, None] + 2 + o_b[None, :], b_o, mask=m_r[:, None] & (o_b < OFFSETS)[None, :])
+            if i_part == 0:
+                b_o = tl.dot(b_q[0], b_x_offset, input_precision=PRECISION)
+                b_o = tl.dot(b_q[1], b_y_offset, b_o, input_precision=PRECISION)
+                if not FP32_DOT:  # in two parts, both operands have 22 bits
+                    b_o = tl.dot(b_q[0], b_x_rest, b_o)
+                    b_o = tl.dot(b_q[1], b_y_rest, b_o)
+                    b_o = tl.dot((b_x - b_q[0].to(tl.float32)).to(tl.float16), b_x_offset, b_o)
+                    b_o = tl.dot((b_y - b_q[1].to(tl.float32)).to(tl.float16), b_y_offset, b_o)
+                    b_o *= (unit * tl.load(offset_unit))[:, None]
+                tl.store(p_number[:, None] + 2 + o_b[None, :], b_o, mask=m_r[:, None] & (o_b < OFFSETS)[None, :])
         b_outs = ()
         b_top = tl.zeros([BLOCK_R], tl.float32)
         for i in tl.static_range(CHUNKS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
             if CHUNKS > 1:
-                b_first = _columns(basis, first, m_p, i * BLOCK_K, D, BLOCK_K)
-                b_second = _columns(basis, second, m_p, i * BLOCK_K, D, BLOCK_K)
+                b_first = _columns(basis, first, m_p, i * BLOCK_K, D, BD, BLOCK_K)
+                b_second = _columns(basis, second, m_p, i * BLOCK_K, D, BD, BLOCK_K)
             b_out = tl.dot(b_q[0], b_first, input_precision=PRECISION)
             b_out = tl.dot(b_q[1], b_second, b_out, input_precision=PRECISION)
             b_out *= tl.load(factors + o_k, mask=o_k < D, other=0.0)[None, :]
@@ -160,10 +170,10 @@ def _tile_queries_kernel(
 
 
 @triton.jit
-def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows o_d and BLOCK_K columns from `begin` on of a matrix of COUNT columns, 0 beyond them."""
+def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows o_d, STRIDE apart, and BLOCK_K columns from `begin` on of a matrix of COUNT columns, 0 beyond them."""
     o_k = begin + tl.arange(0, BLOCK_K)
-    return tl.load(matrix + o_d[:, None] * COUNT + o_k[None, :], mask=m_d[:, None] & (o_k < COUNT)[None, :], other=0.0)
+    return tl.load(matrix + o_d[:, None] * STRIDE + o_k[None, :], mask=m_d[:, None] & (o_k < COUNT)[None, :], other=0.0)
 
 
 @triton.jit
@@ -193,14 +203,15 @@ def _load_tokens(
 
 @triton.jit
 def _score_tokens(
-    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_page, p_time,
-    p_gain, g_page, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr,
-    FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
+    tile_query, numbers, at_query, rows, m_m, num_tiles, start, low, high, p_head, num_bytes, bands, fields, p_page,
+    p_time, p_gain, g_page, g_head, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SKIP: tl.constexpr, JOINT: tl.constexpr, FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the scores of tokens low to high - 1, of a head of at most PLANES bytes, and returns the largest ones.
+    """Writes the scores of tokens low to high - 1, of heads of at most PLANES bytes, and returns the largest ones.
 
-    `start` is the position of token 0; `at_query` [M] counts the rows of its tile.
+    `start` is the position of token 0; `at_query` [M] counts the rows of its tile, of the first of JOINT heads, which
+    have the same fields.
     """
     o_w, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
     m_w = o_w < W
@@ -219,41 +230,47 @@ def _score_tokens(
     )  # fmt: skip
     # an empty split reads no tile: those after the last token are not written
     for tile in range(first // TILE, tl.cdiv(last, TILE) * (high > low)):
-        at_tile = at_query + (tile - start // TILE) * rows
-        b_qs, b_subset_qs = (), ()
-        for f in tl.static_range(_BANDS):
-            p_tile = tl.multiple_of(at_tile[None, :] * D + (f * W + o_w)[:, None], [ALIGNED, ALIGNED])
-            b_q = tl.load(tile_query + p_tile, mask=m_w[:, None] & m_m[None, :], other=0.0)
-            if TRELLIS:
-                b_subset_qs = b_subset_qs + (channels_as_rows(b_q),)
-                ratio = tl.full([], 4.0, tl.float32)  # of a field to a subset, as they are read
-                if not FP32_DOT:
-                    ratio = tl.exp2((2 + f // 2 * 2 - tl.load(fields + f * COLUMNS + 1)).to(tl.float32))
-                b_q *= ratio.to(b_q.dtype)
-            b_qs = b_qs + (channels_as_rows(b_q),)
-        p_number = numbers + at_tile * NUMBERS
-        b_factor = tl.load(p_number, mask=m_m, other=0.0)
-        b_zero = tl.load(p_number + 1, mask=m_m, other=0.0)
+        b_qs, b_subset_qs, b_factors, b_zeros = (), (), (), ()
+        for head in tl.static_range(JOINT):
+            at_tile = at_query + (head * num_tiles + tile - start // TILE) * rows
+            for f in tl.static_range(_BANDS):
+                p_tile = tl.multiple_of(at_tile[None, :] * D + (f * W + o_w)[:, None], [ALIGNED, ALIGNED])
+                b_q = tl.load(tile_query + p_tile, mask=m_w[:, None] & m_m[None, :], other=0.0)
+                if TRELLIS:
+                    b_subset_qs = b_subset_qs + (channels_as_rows(b_q),)
+                    ratio = tl.full([], 4.0, tl.float32)  # of a field to a subset, as they are read
+                    if not FP32_DOT:
+                        ratio = tl.exp2((2 + f // 2 * 2 - tl.load(fields + f * COLUMNS + 1)).to(tl.float32))
+                    b_q *= ratio.to(b_q.dtype)
+                b_qs = b_qs + (channels_as_rows(b_q),)
+            b_factors = b_factors + (tl.load(numbers + at_tile * NUMBERS, mask=m_m, other=0.0),)
+            b_zeros = b_zeros + (tl.load(numbers + at_tile * NUMBERS + 1, mask=m_m, other=0.0),)
         low_tile = tl.maximum(tile * TILE, first // BLOCK_N * BLOCK_N)
         for position in range(low_tile, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
             n = position - start + o_n
             m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
-            planes, b_gain, before = following
-            following = _load_tokens(
-                p_head, p_gain, table, position - start + BLOCK_N, n + BLOCK_N, low, high, num_bytes, p_page, p_time,
-                g_page, g_time, PLANES, W, BLOCK_W, PAGE, TRELLIS,
-            )  # fmt: skip
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
-            for f in tl.static_range(_BANDS):
-                b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
-            if TRELLIS:
-                subsets = head_subsets(planes[0], before, lane, coded, 4)
+            for head in tl.static_range(JOINT):
+                planes, b_gain, before = following
+                after = position - start + (head + 1) // JOINT * BLOCK_N
+                following = _load_tokens(
+                    p_head + (head + 1) % JOINT * W * num_bytes, p_gain + (head + 1) % JOINT * g_head, table, after,
+                    after + o_n, low, high, num_bytes, p_page, p_time, g_page, g_time, PLANES, W, BLOCK_W, PAGE,
+                    TRELLIS,
+                )  # fmt: skip
+                b_c = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
                 for f in tl.static_range(_BANDS):
-                    b_c = band_columns(subsets, subset_band(f, FP32_DOT), FP32_DOT)
-                    b_s = tl.dot(b_c, b_subset_qs[f], b_s, input_precision="ieee")
-            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * gains(b_gain)[:, None]
+                    b_f = band_columns(planes, bands[f], FP32_DOT)
+                    b_c = tl.dot(b_f, b_qs[head * _BANDS + f], b_c, input_precision="ieee")
+                if TRELLIS:
+                    subsets = head_subsets(planes[0], before, lane, coded, 4)
+                    for f in tl.static_range(_BANDS):
+                        b_f = band_columns(subsets, subset_band(f, FP32_DOT), FP32_DOT)
+                        b_c = tl.dot(b_f, b_subset_qs[head * _BANDS + f], b_c, input_precision="ieee")
+                b_s += (b_c * b_factors[head][None, :] - b_zeros[head][None, :]) * gains(b_gain)[:, None]
             if NUMBERS > 2:
-                p_offset = p_number + 2 + position % TILE // _OFFSET_BLOCK
+                at_tile = at_query + (tile - start // TILE) * rows
+                p_offset = numbers + at_tile * NUMBERS + 2 + position % TILE // _OFFSET_BLOCK
                 for i in tl.static_range(BLOCK_N // _OFFSET_BLOCK):
                     b_o = tl.load(p_offset + i, mask=m_m, other=0.0)
                     b_s += tl.where((o_n // _OFFSET_BLOCK == i)[:, None], b_o[None, :], 0.0)
@@ -270,12 +287,13 @@ def _scores_kernel(
     num_kv_heads, rows, length, per_split, num_tiles, table, table_row,
     W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, SPLIT: tl.constexpr,
-    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr, TRELLIS: tl.constexpr,
+    JOINT: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
+    """scores[m, n] = sum_h g_hn (<q_h,tile(n), c_hn> - zero_h,tile(n)) + offset_block(n) of the tokens n of a split,
+    over the JOINT heads h of a group.
 
-    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). BLOCK_N is a multiple of OFFSET_BLOCK. Scores of the
-    first SKIP tokens are -inf. SPLIT: of `split_size`.
+    Grid (num_splits, batch * groups, ceil(rows / BLOCK_M)); rows are those of all heads of a group. BLOCK_N is a
+    multiple of OFFSET_BLOCK. Scores of the first SKIP tokens are -inf. SPLIT: of `split_size`.
 
     Args:
         tile_query, numbers: as `_tile_queries_kernel` wrote them.
@@ -284,11 +302,12 @@ def _scores_kernel(
         packed: uint8 [batch, 1, length, bytes], strides p_*; gain: uint8 [batch, num_kv_heads, length, 1], strides g_*.
             Pages [pages, ..], if PAGE, of the block table, int32 [batch, max_pages], stride table_row.
         fields: int32 [num_kv_heads, BANDS + 1, 6], see `Tables`.
-        scores: float32 [batch, num_kv_heads, rows, >= length], strides s_*, in units of log 2; written.
-        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
+        scores: float32 [batch, groups, rows, >= length], strides s_*, in units of log 2; written.
+        split_max: float32 [batch, groups, num_splits, rows], written.
     """
     pdl_launch_dependents()
-    i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
+    i_bg, i_b, i_g = batch_and_head(1, num_kv_heads // JOINT)
+    i_h = i_g * JOINT
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     if HAS_LENGTHS:
@@ -304,24 +323,24 @@ def _scores_kernel(
     p_head, num_bytes = head_bytes(packed + i_row * p_batch, fields, W)
     bands = head_bands(fields, FP32_DOT)
     p_gain = gain + i_row * g_batch + i_h * g_head
-    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
+    p_scores = scores + i_bg * s_head + o_m.to(tl.int64)[None, :] * s_row
     pdl_wait()
     high = low + tl.maximum(count, 0).to(tl.int32)
-    at_query = i_bh * num_tiles * rows + o_m
+    at_query = i_bg * JOINT * num_tiles * rows + o_m
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_batch,
-            p_time, p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, SKIP,
-            FP32_DOT, TRELLIS,
+            tile_query, numbers, at_query, rows, m_m, num_tiles, start, low, high, p_head, num_bytes, bands, fields,
+            p_batch, p_time, p_gain, g_batch, g_head, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N,
+            PAGE, SKIP, JOINT, FP32_DOT, TRELLIS,
         )  # fmt: skip
     else:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, fields, p_batch,
-            p_time, p_gain, g_batch, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE,
-            SKIP, FP32_DOT, TRELLIS,
+            tile_query, numbers, at_query, rows, m_m, num_tiles, start, low, high, p_head, num_bytes, bands, fields,
+            p_batch, p_time, p_gain, g_batch, g_head, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS,
+            BLOCK_W, BLOCK_N, PAGE, SKIP, JOINT, FP32_DOT, TRELLIS,
         )  # fmt: skip
-    tl.store(split_max + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
+    tl.store(split_max + (i_bg * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
 
 
 KLTLayer = LayerCodec[KLTKey, KLTValue]
@@ -354,21 +373,21 @@ def key_scores(
 
     CacheError: positions that are not consecutive.
     """
-    spec, codes, rotations, fp32_dot = key.spec, encoded.key_codes, encoded.rotations, query.dtype == torch.float32
+    codes, rotations, fp32_dot, joint = encoded.key_codes, encoded.rotations, query.dtype == torch.float32, key.joint
     assert rotations is not None
     batch, heads, query_len, head_dim = query.shape
-    kv_heads = spec.num_kv_heads
-    rows = heads // kv_heads * query_len
-    by_head = query.reshape(batch, kv_heads, rows, head_dim)
+    kv_heads = key.spec.num_kv_heads
+    groups, rows = kv_heads // joint, heads // kv_heads * query_len * joint
+    by_head = query.reshape(batch, kv_heads, rows // joint, head_dim)
     early = encoded.pages is None
     tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E, encoded.lengths, early)
     block_m = 16 if fp32_dot else 8
     blocks = cdiv(rows, block_m)
     scores = SplitScores(
-        batch, kv_heads, rows, encoded.length, 64, blocks, query.device, balanced=encoded.pages is not None
+        batch, groups, rows, encoded.length, 64, joint * blocks, query.device, balanced=encoded.pages is not None
     )
     positions, packed = rotations.positions, codes.packed
-    _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
+    _scores_kernel[(scores.num_splits, batch * groups, blocks)](
         tile_query, numbers, positions, scores.split_max if encoded.lengths is None else encoded.lengths,
         packed, codes.gain, key.tables.fields, scores.values, scores.split_max,
         positions.stride(0) if positions.shape[0] > 1 else 0, packed.stride(0), packed.stride(2),
@@ -376,9 +395,10 @@ def key_scores(
         kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2], *encoded.table,
         W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, SKIP=encoded.skip, SPLIT=scores.split,
-        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, TRELLIS=key.code.trellis,
+        JOINT=joint, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None, TRELLIS=key.code.trellis,
         num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
-        maxnreg=None if fp32_dot else _MAX_REGISTERS[key.code.trellis], **pdl_launch_options(),
+        maxnreg=None if fp32_dot else _MAX_REGISTERS[key.code.trellis] + _MORE_REGISTERS * (joint > 1),
+        **pdl_launch_options(),
     )  # fmt: skip
     return scores
 
@@ -401,17 +421,19 @@ def tile_queries(
     tables = key.query_tables(offset, rotations, torch.float32 if fp32_dot else torch.float16)
     tiles = rotations.rope_tiles()
     num_tiles = tiles.cos.shape[2]
-    out = torch.empty(batch, kv_heads, num_tiles, rows, head_dim, dtype=tables.basis.dtype, device=query.device)
-    numbers = torch.empty(*out.shape[:-1], 2 + tables.num_offsets, device=query.device)
-    programs = min(cdiv(num_tiles * rows, _BLOCK_R), max(1, _QUERY_PROGRAMS // (batch * kv_heads)))
+    shape = batch, kv_heads, num_tiles, key.joint * rows
+    out = torch.empty(*shape, head_dim, dtype=tables.basis.dtype, device=query.device)
+    numbers = torch.empty(*shape, 2 + tables.num_offsets, device=query.device)
+    programs = min(cdiv(num_tiles * rows, _BLOCK_R), max(1, _QUERY_PROGRAMS // (batch * kv_heads * key.joint)))
     block_k = max(16, power_of_two(head_dim)) if head_dim <= (64 if fp32_dot else 128) else 64
     positions = rotations.positions
-    _tile_queries_kernel[(programs, batch * kv_heads)](
+    _tile_queries_kernel[(programs, batch * kv_heads, key.joint)](
         query.contiguous(), tables.basis, tables.factors, tables.offsets, tiles.cos, tiles.sin, positions,
         numbers if lengths is None else lengths, out, numbers, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
         positions.stride(0) if positions.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
         D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1], TILE=ROPE_TILE,
-        BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k, BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1, **pdl_launch_options(early),
+        BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k, BLOCK_R=_BLOCK_R, JOINT=key.joint,
+        FP32_DOT=fp32_dot, HAS_LENGTHS=lengths is not None, num_warps=_QUERY_WARPS, num_stages=1,
+        **pdl_launch_options(early),
     )  # fmt: skip
     return out, numbers

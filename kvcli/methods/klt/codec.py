@@ -39,20 +39,23 @@ class KLTCodes(Codes):
 
 
 class _KLT(Codec[KLTCodes, None]):
-    """x_hat = mean + B (g (c - l / 2)): levels c from 0 to l, gain g of the token, basis B of the head.
+    """x_hat = mean + B (g (c - l / 2)): levels c from 0 to l, gains g of the token, basis B of a group of heads.
 
-    y = B^-1 (x - mean) is in units of the steps of levels; codes are chosen with a gain that is the root mean square of
+    y = B^-1 (x - mean) is in units of the steps of levels. The channels of y are dealt to the heads of the group in
+    turn: each head has fields and a gain for its share. Codes are chosen with a gain that is the root mean square of
     what is coded of it, in units of its standard deviation in the calibration samples, times `widening`.
 
     Args:
-        fields: of each kv head.
+        fields: of each kv head, the same for those of a group.
+        joint: heads of a group, J: consecutive ones, whose channels one transform takes.
 
     Buffers:
-        basis: float32 [num_kv_heads, head_dim, head_dim], B; columns of bands without code are there for its inverse.
+        basis: float32 [num_kv_heads / J, J * head_dim, J * head_dim], B; columns of bands without code are there for
+            its inverse.
         mean: float32 [num_kv_heads, head_dim].
 
     Raises:
-        ValueError: a head_dim that is no multiple of 8, or fields that do not fill bytes.
+        ValueError: a head_dim that is no multiple of 8, fields that do not fill bytes or differ within a group.
     """
 
     widening = 1.0
@@ -65,19 +68,23 @@ class _KLT(Codec[KLTCodes, None]):
     calibrated_range = True
     max_magnitude = 0.99 * _LARGEST_GAIN
 
-    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
+    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR, joint: int = 1) -> None:
         super().__init__()
         if spec.head_dim % BANDS:
             raise ValueError(f"head_dim {spec.head_dim} is no multiple of {BANDS}, the bands of channels")
         self.spec, self.fields, self.code, self.width = spec, tuple(fields), code, spec.head_dim // BANDS
+        self.joint = joint
+        if any(len({*self.fields[first : first + joint]}) > 1 for first in range(0, len(self.fields), joint)):
+            raise ValueError(f"heads that share a transform, {joint} each, have different fields")
         self.num_bytes = [sum(of_head) // 8 * self.width for of_head in self.fields if code.places(of_head)]
-        self.basis: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
+        channels = joint * spec.head_dim
+        self.basis: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads // joint, channels, channels))
         self.mean: Tensor = nn.Buffer(torch.zeros(spec.num_kv_heads, spec.head_dim))
         self._inverse: CachedFromBuffers[Tensor] = CachedFromBuffers()
         self._tables: CachedFromBuffers[Tables] = CachedFromBuffers()
 
     def of_rank(self, rank: int, ranks: int) -> Self:
-        if self.spec.num_kv_heads % ranks:
+        if self.spec.num_kv_heads % (ranks * self.joint):
             super().of_rank(rank, ranks)
         count = self.spec.num_kv_heads // ranks
         sizes = {sum(self.num_bytes[first : first + count]) for first in range(0, ranks * count, count)}
@@ -86,8 +93,8 @@ class _KLT(Codec[KLTCodes, None]):
             raise UsageError(f"codes of the heads of {ranks} ranks have different bytes ({each})")
         heads = slice(rank * count, (rank + 1) * count)
         spec = replace(self.spec, num_heads=self.spec.num_heads // ranks, num_kv_heads=count)
-        part = type(self)(spec, self.fields[heads], self.code)
-        part.basis, part.mean = self.basis[heads], self.mean[heads]
+        part = type(self)(spec, self.fields[heads], self.code, self.joint)
+        part.basis, part.mean = self.basis.tensor_split(ranks)[rank], self.mean[heads]
         return part
 
     def bits_per_token(self) -> float:
@@ -104,8 +111,8 @@ class _KLT(Codec[KLTCodes, None]):
         self.set_basis(torch.linalg.qr(square)[0].expand_as(self.basis))
 
     def set_basis(self, basis: Tensor) -> None:
-        """Takes a basis [num_kv_heads, head_dim, head_dim] of components of unit variance."""
-        self.basis.copy_(basis * self.tables.steps.unsqueeze(1))
+        """Takes a basis shaped as the buffer, of components of unit variance."""
+        self.basis.copy_(basis * self.tables.steps.reshape(len(basis), 1, -1))
 
     @property
     def tables(self) -> Tables:
@@ -118,31 +125,39 @@ class _KLT(Codec[KLTCodes, None]):
         """Transformed channels in units of steps, and their root mean squares as gains are: float32 shaped like x and
         [batch, num_kv_heads, time, 1].
         """
-        y = (x.float() - self.mean.unsqueeze(1)) @ self.inverse.mT
+        y = self._apart(self._together(x.float() - self.mean.unsqueeze(1)) @ self.inverse.mT)
         return y, (y.square() * self.tables.weights.unsqueeze(1)).sum(-1, keepdim=True).sqrt()
+
+    def _together(self, x: Tensor) -> Tensor:
+        """x [batch, num_kv_heads, time, head_dim] as [batch, groups, time, joint * head_dim]."""
+        return x if self.joint == 1 else x.unflatten(1, (-1, self.joint)).transpose(2, 3).flatten(3)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """The inverse of `_together`."""
+        return x if self.joint == 1 else x.unflatten(3, (self.joint, -1)).transpose(2, 3).flatten(1, 2)
 
     def peak(self, x: Tensor, codes: KLTCodes) -> Tensor:
         return self.analyse(x)[1].amax()
 
     @property
     def inverse(self) -> Tensor:
-        """B^-1, float32 [num_kv_heads, head_dim, head_dim]."""
+        """B^-1, float32, shaped as B."""
         return self._inverse.get(lambda: _inverted(self.basis), self.basis)
 
     def make_kernel_tables(self) -> None:
         _ = self.inverse, self.tables
 
     def encode_into(self, x: Tensor, state: None, codes: KLTCodes, peak: Tensor | None = None) -> None:
-        if not self.fused:
-            super().encode_into(x, state, codes)
-            return
-        from kvcli.methods.klt.token_kernels import encode_tokens
+        if self.fused:
+            from kvcli.methods.klt.token_kernels import encode_tokens
 
-        tables = self.tables
-        encode_tokens(
-            x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, peak,
-            trellis=self.code.trellis, searches_gain=self.searches_gain, unbiased=self.unbiased,
-        )  # fmt: skip
+            tables = self.tables
+            encode_tokens(
+                x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain, peak,
+                joint=self.joint, trellis=self.code.trellis, searches_gain=self.searches_gain, unbiased=self.unbiased,
+            )  # fmt: skip
+        else:
+            super().encode_into(x, state, codes)
 
     def encode_noted(self, x: Tensor, peak: Tensor) -> KLTCodes:
         return self._new_codes(x, peak) if self.fused else super().encode_noted(x, peak)
@@ -227,7 +242,8 @@ class _KLT(Codec[KLTCodes, None]):
         return bits << band.int(), fields
 
     def decode(self, codes: KLTCodes, state: None = None) -> Tensor:
-        return (self._coded(codes) * _decoded(codes.gain)) @ self.basis.mT + self.mean.unsqueeze(1)
+        y = self._together(self._coded(codes) * _decoded(codes.gain))
+        return self._apart(y @ self.basis.mT) + self.mean.unsqueeze(1)
 
     def _coded(self, codes: KLTCodes) -> Tensor:
         """Levels less half of the last one: float32 [batch, num_kv_heads, time, head_dim]."""
@@ -264,22 +280,23 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     space: Space = "tile"
 
-    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR) -> None:
-        super().__init__(spec, fields, code)
+    def __init__(self, spec: ModelSpec, fields: Sequence[Fields], code: Code = SCALAR, joint: int = 1) -> None:
+        super().__init__(spec, fields, code, joint)
         self.searches_gain = not code.trellis
         self.widening = 1.08 if code.trellis else 1.0  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
         self._query_tables: dict[torch.dtype, CachedFromBuffers[QueryTables]] = {}
 
     def codebook_bytes(self) -> int:
-        heads, head_dim, _ = self.basis.shape  # what 16-bit queries are multiplied with, offsets included
-        blocks = ROPE_TILE // OFFSET_BLOCK
-        return super().codebook_bytes() + heads * (2 * head_dim * (head_dim + 2 * blocks) + 4 * (2 * head_dim + 1))
+        heads, head_dim, blocks = self.spec.num_kv_heads, self.spec.head_dim, ROPE_TILE // OFFSET_BLOCK
+        # what 16-bit queries are multiplied with, offsets included
+        offsets = heads * (4 * head_dim * blocks + 4 * (2 * head_dim + 1))
+        return super().codebook_bytes() + 2 * self.basis.numel() + offsets
 
     def query_tables(self, offset: Tensor | None, rotations: TokenRotations, dtype: torch.dtype) -> QueryTables:
         """Tables of an offset [1, num_kv_heads, 1, head_dim] and of queries of a dtype."""
 
         def make() -> QueryTables:
-            offsets = self.basis.new_empty(*self.basis.shape[:2], 0)
+            offsets = self.basis.new_empty(*self.mean.shape, 0)
             if offset is not None:
                 turns = rotations.offsets(ROPE_TILE)
                 blocks = Rotation(turns.cos[:, :, ::OFFSET_BLOCK], turns.sin[:, :, ::OFFSET_BLOCK])
@@ -298,13 +315,16 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
     max_magnitude = 0.99 * _LARGEST_GAIN / 2 ** (MAX_SHIFT / GAINS_PER_OCTAVE)
 
     def weighted_sum(self, weights: Tensor, codes: KLTCodes) -> Tensor:
-        # the basis is applied to sums of codes
-        sums = (weights * _decoded(codes.gain).transpose(-1, -2)) @ self._coded(codes)
-        return sums @ self.basis.mT + weights.sum(-1, keepdim=True) * self.mean.unsqueeze(1)
+        # the basis is applied to sums of codes: of each head's share, with the weights of all heads of its group
+        joint, rows = self.joint, weights.shape[2]
+        of_group = weights.unflatten(1, (-1, joint)).flatten(2, 3).repeat_interleave(joint, 1)
+        sums = self._together((of_group * _decoded(codes.gain).transpose(-1, -2)) @ self._coded(codes)) @ self.basis.mT
+        own = self._apart(sums).unflatten(1, (-1, joint)).unflatten(3, (joint, rows)).diagonal(dim1=2, dim2=3)
+        return own.movedim(-1, 2).flatten(1, 2) + weights.sum(-1, keepdim=True) * self.mean.unsqueeze(1)
 
 
 def _inverted(basis: Tensor) -> Tensor:
-    """Inverses of bases [num_kv_heads, head_dim, head_dim], 0 for those that are 0 because nothing was fitted."""
+    """Inverses of bases [groups, channels, channels], 0 for those that are 0 because nothing was fitted."""
     inverse, failed = torch.linalg.inv_ex(basis.double())
     return torch.where(failed[:, None, None] > 0, 0.0, inverse).float().contiguous()
 

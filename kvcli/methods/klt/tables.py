@@ -73,7 +73,7 @@ class QueryTables:
     """What transforms the query of a score.
 
     Attributes:
-        basis: B, [num_kv_heads, head_dim, head_dim]; for float16 queries float16, each column over a power of two.
+        basis: B, shaped as the codec's; for float16 queries float16, each column over a power of two.
         factors: float32 [num_kv_heads, 2 * head_dim + 1], by which products with the columns are multiplied, 0 without
             codes; then, by which the result is, for the product with the levels' middle; then the unit of offsets.
         offsets: [num_kv_heads, head_dim, blocks], the offset at each block of a tile; for float16 queries in the unit,
@@ -97,7 +97,7 @@ class QueryTables:
         factor, middle, unit = levels.sign(), levels / 2, levels.new_ones(len(levels), 1)
         if dtype == torch.float16:
             columns = _power_of_two(basis.abs().amax(1))
-            basis = (basis / columns.unsqueeze(1)).half()
+            basis, columns = (basis / columns.unsqueeze(1)).half(), columns.view_as(levels)
             bands = torch.arange(BANDS, device=levels.device).repeat_interleave(levels.shape[1] // BANDS)
             shift = torch.exp2((bands // 2 * 2 if subsets else tables.bit).float())
             factor, middle = factor * columns / shift, middle * shift

@@ -40,24 +40,32 @@ def _tokens(block, length, total, BLOCK_T: tl.constexpr):
 def _analyse_kernel(
     x, inverse, mean, y, x_batch, x_head, x_time, first, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     """y = B^-1 (x - mean) of a head's band, of blocks of tokens from block `first` on; grid (blocks, BANDS, heads).
 
-    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean float32 [heads, D]; y
-    float32 [heads, blocks, BLOCK_T, D] is written. There are `total` = batch * length tokens of a head.
+    x [batch, heads, length, D] float, strides x_*; inverse float32 [heads / JOINT, JOINT * D, JOINT * D], B^-1; mean
+    float32 [heads, D]; y float32 [heads, blocks, BLOCK_T, D] is written. There are `total` = batch * length tokens of a
+    head.
     """
     pdl_launch_dependents()
     block, f, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     m_d, m_w = o_d < D, o_w < W
     m_n, i_b, i_t = _tokens(first + block, length, total, BLOCK_T)
-    p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
-    b_mean = tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)
-    p_rows = inverse + i_h * (D * D) + (f * W + o_w)[None, :] * D + o_d[:, None]
+    i_first = i_h // JOINT * JOINT  # of the heads that share the transform
+    p_x = (x + i_b * x_batch + i_first * x_head + i_t * x_time)[:, None] + o_d[None, :]
+    p_rows = inverse + i_h * (JOINT * D * D) + (f * W + o_w)[None, :] * (JOINT * D) + o_d[:, None]
+    b_mean = tl.load(mean + i_first * D + o_d, mask=m_d, other=0.0)
     b_rows = tl.load(p_rows, mask=m_d[:, None] & m_w[None, :], other=0.0)
     pdl_wait()
-    b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32) - b_mean[None, :]
-    b_y = tl.dot(b_x, b_rows, input_precision="tf32x3")  # has the precision of float32
+    b_y = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
+    for i in tl.static_range(JOINT):
+        if i > 0:
+            b_mean = tl.load(mean + (i_first + i) * D + o_d, mask=m_d, other=0.0)
+            b_rows = tl.load(p_rows + i * D, mask=m_d[:, None] & m_w[None, :], other=0.0)
+        b_x = tl.load(p_x + i * x_head, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32) - b_mean[None, :]
+        b_y = tl.dot(b_x, b_rows, b_y, input_precision="tf32x3")  # has the precision of float32
     y += (i_h * tl.num_programs(0) + block) * (BLOCK_T * D) + f * W
     tl.store(y + tl.arange(0, BLOCK_T)[:, None] * D + o_w[None, :], b_y, mask=m_w[None, :])
 
@@ -196,18 +204,37 @@ def _decode_kernel(
     packed, gain, basis, mean, fields, out,
     p_batch, p_time, g_batch, g_head, g_time, heads, length, total,
     D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
+    JOINT: tl.constexpr, FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
-    """out = mean + gain B (c - l / 2), [batch, heads, length, D] float, written; the rest as in the kernels above.
+    """out = mean + B gain (c - l / 2), [batch, heads, length, D] float, written; the rest as in the kernels above.
 
-    basis float32 [heads, D, D], B. FP32_DOT: products in the precision of float32, else of tf32.
+    basis float32 [heads / JOINT, JOINT * D, JOINT * D], B. FP32_DOT: products in the precision of float32, else tf32.
     """
     i_h = tl.program_id(1).to(tl.int64)
+    i_first = i_h // JOINT * JOINT
     m_n, i_b, i_t = _tokens(tl.program_id(0), length, total, BLOCK_T)
     o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     m_d, m_w = o_d < D, o_w < W
-    fields += i_h * FIELDS
-    p_head, _ = head_bytes(packed + i_b * p_batch + i_t * p_time, fields, W)
+    basis += i_h * (JOINT * D * D)
+    b_x = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for i in range(JOINT):
+        p_gain = gain + i_b * g_batch + (i_first + i) * g_head + i_t * g_time
+        b_x += _decoded_share(
+            packed + i_b * p_batch + i_t * p_time, p_gain, fields + (i_first + i) * FIELDS, basis + i * D, m_n,
+            o_d, m_d, o_w, m_w, D, W, BLOCK_T, BLOCK_D, JOINT, FP32_DOT, TRELLIS,
+        )  # fmt: skip
+    b_x = b_x + tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
+    p_out = out + ((i_b * heads + i_h) * length + i_t)[:, None] * D + o_d[None, :]
+    tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _decoded_share(
+    p_token, p_gain, fields, basis, m_n, o_d, m_d, o_w, m_w, D: tl.constexpr, W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, JOINT: tl.constexpr, FP32_DOT: tl.constexpr, TRELLIS: tl.constexpr,
+):  # fmt: skip
+    """What a head's codes add to channels o_d of a head, [BLOCK_T, BLOCK_D] float32."""
+    p_head, _ = head_bytes(p_token, fields, W)
     bands = tl.load(fields + _BANDS * COLUMNS + 2)
     if TRELLIS:
         b_0 = _bits_before(p_head, m_n, o_w, 2, bands, W)
@@ -225,17 +252,13 @@ def _decode_kernel(
             b_c = 4 * b_c + 2 * ((b_1 >> f) & 1) + ((b_0 >> f) & 1)
             last = 4 * last + 3
         b_c = tl.where(f < bands, b_c.to(tl.float32) - last.to(tl.float32) * 0.5, 0.0)
-        p_basis = basis + i_h * (D * D) + o_d[None, :] * D + (f * W + o_w)[:, None]
+        p_basis = basis + o_d[None, :] * (JOINT * D) + (f * W + o_w)[:, None]
         b_b = tl.load(p_basis, mask=m_w[:, None] & m_d[None, :], other=0.0)
         if FP32_DOT:
             b_x = tl.dot(b_c, b_b, b_x, input_precision="tf32x3")
         else:
             b_x = tl.dot(b_c, b_b, b_x, input_precision="tf32")
-    b_g = tl.load(gain + i_b * g_batch + i_h * g_head + i_t * g_time, mask=m_n, other=0)
-    b_x = b_x * gains(b_g)[:, None]
-    b_x = b_x + tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
-    p_out = out + ((i_b * heads + i_h) * length + i_t)[:, None] * D + o_d[None, :]
-    tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
+    return b_x * gains(tl.load(p_gain, mask=m_n, other=0))[:, None]
 
 
 def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
@@ -244,7 +267,7 @@ def _tile(head_dim: int, device: torch.device) -> dict[str, int]:
 
 def encode_tokens(
     x: Tensor, inverse: Tensor, mean: Tensor, weights: Tensor, fields: Tensor, packed: Tensor, gain: Tensor,
-    peak: Tensor | None, *, trellis: bool, searches_gain: bool, unbiased: bool,
+    peak: Tensor | None, *, joint: int, trellis: bool, searches_gain: bool, unbiased: bool,
 ) -> None:  # fmt: skip
     """Writes packed and gain of `KLTCodes` of x [batch, heads, time, head_dim]; other tensors as in the kernel, choices
     as of the codec.
@@ -262,7 +285,7 @@ def encode_tokens(
         count = min(most, blocks - first)
         _analyse_kernel[(count, BANDS, heads)](
             x, inverse, mean, y, *x.stride()[:3], first, length, batch * length,
-            BLOCK_D=max(16, power_of_two(head_dim)), **sizes, **tile, **pdl_launch_options(),
+            BLOCK_D=max(16, power_of_two(head_dim)), JOINT=joint, **sizes, **tile, **pdl_launch_options(),
         )  # fmt: skip
         _encode_kernel[(count * parts, heads)](
             y, weights, fields, packed, gain, x if peak is None else peak, codes, packed.stride(0), packed.stride(2),
@@ -276,14 +299,15 @@ def decode_tokens(
 ) -> Tensor:
     """As `decode` of KLT's codecs, with tf32 products unless the result is float32."""
     batch, heads, length, _ = gain.shape
-    head_dim = basis.shape[-1]
+    head_dim = mean.shape[-1]
     width = head_dim // BANDS
     out = packed.new_empty(batch, heads, length, head_dim, dtype=dtype)
     if out.numel():
         tile = _tile(head_dim, packed.device)
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
-            heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32, TRELLIS=trellis,
+            heads, length, batch * length, D=head_dim, W=width, JOINT=heads // len(basis),
+            FP32_DOT=dtype == torch.float32, TRELLIS=trellis,
             BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_W=max(16, power_of_two(width)), **tile,
         )  # fmt: skip
     return out

@@ -164,14 +164,15 @@ def _value_kernel(
     s_head, s_row, p_batch, p_time, g_batch, g_head, g_time, num_kv_heads, length, per_split, rows, lse_unit,
     table, table_row,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GAINS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    TRELLIS: tl.constexpr,
+    GAINS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, JOINT: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, TRELLIS: tl.constexpr,
 ):  # fmt: skip
     """out[m, d] = sum_n p_mn g_n (c_nd - l_d / 2) / sum_n p_mn, p = exp2(scores - max), of a split of tokens.
 
-    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). Arguments are those of `_scores_kernel`; written:
-    split_out float32 [batch, num_kv_heads, num_splits, rows, D] and split_lse, shaped as split_max, in units of
-    log 2 / lse_unit. GAINS: what addresses of the gains of every fourth token are multiples of.
+    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)); rows are those of all JOINT heads of a group, and c
+    and g those of one head. Arguments are those of `_scores_kernel`; written: split_out float32 [batch, num_kv_heads,
+    num_splits, rows, D] and split_lse [batch, num_kv_heads, num_splits, rows], the same for all heads of a group, in
+    units of log 2 / lse_unit. GAINS: what addresses of the gains of every fourth token are multiples of.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -191,11 +192,12 @@ def _value_kernel(
     p_head, num_bytes = head_bytes(packed + i_row * p_batch + token * p_time, fields, W)
     bands, coded = head_bands(fields, FP32_DOT), tl.load(fields + _BANDS * COLUMNS + 2)
     p_gain = gain + i_row * g_batch + i_h * g_head + token * g_time
-    p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
+    p_scores = scores + i_bh // JOINT * s_head + o_m.to(tl.int64) * s_row + first
 
     pdl_wait()
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
-    highest = tl.load(split_max + row, mask=m_m, other=0.0)
+    of_group = (i_bh // JOINT * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    highest = tl.load(split_max + of_group, mask=m_m, other=0.0)
     shift = _LIFT - tl.where(highest == float("-inf"), 0.0, highest)
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
@@ -226,29 +228,40 @@ def _value_kernel(
 
 @triton.jit
 def _transform_kernel(
-    coded, lse, basis, mean, out, num_kv_heads, rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    coded, coded_lse, basis, mean, out, lse, num_kv_heads, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """out = B x + mean of weighted sums x of coded vectors, 0 where no token was: lse is -inf.
 
-    Grid (batch * num_kv_heads, ceil(D / BLOCK_C), ceil(rows / BLOCK_M)). coded, out float32 [batch, num_kv_heads,
-    rows, D]; lse float32 [batch, num_kv_heads, rows]; basis float32 [num_kv_heads, D, D], mean [num_kv_heads, D].
+    Grid (batch * num_kv_heads, ceil(D / BLOCK_C), ceil(rows / BLOCK_M)). coded float32 [batch, num_kv_heads,
+    JOINT * rows, D] and coded_lse float32 [batch, num_kv_heads, JOINT * rows] are of the rows of all JOINT heads that
+    share a transform; out float32 [batch, num_kv_heads, rows, D] and lse float32 [batch, num_kv_heads, rows] are
+    written; basis float32 [num_kv_heads / JOINT, JOINT * D, JOINT * D], mean [num_kv_heads, D].
     """
     pdl_launch_dependents()
-    i_h = tl.program_id(0) % num_kv_heads
+    i_bh, _, i_h = batch_and_head(0, num_kv_heads)
+    i_own = i_h % JOINT
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_k, o_c = tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_m, m_k, m_c = o_m < rows, o_k < D, o_c < D
-    p_basis = basis + i_h * (D * D) + o_c[None, :] * D + o_k[:, None]
-    b_basis = tl.load(p_basis, mask=m_k[:, None] & m_c[None, :], other=0.0)
+    p_basis = basis + i_h * (JOINT * D * D) + o_c[None, :] * (JOINT * D) + o_k[:, None]
     b_mean = tl.load(mean + i_h * D + o_c, mask=m_c, other=0.0)
+    b_basis = tl.load(p_basis, mask=m_k[:, None] & m_c[None, :], other=0.0)
     pdl_wait()
-    row = tl.program_id(0).to(tl.int64) * rows + o_m
-    b_x = tl.load(coded + row[:, None] * D + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-    b_lse = tl.load(lse + row, mask=m_m, other=float("-inf"))
-    b_out = tl.dot(b_x, b_basis, input_precision="tf32x3") + b_mean[None, :]
-    b_out = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_out)
-    tl.store(out + row[:, None] * D + o_c[None, :], b_out, mask=m_m[:, None] & m_c[None, :])
+    row = (i_bh - i_own) * JOINT * rows + i_own * rows + o_m
+    b_out = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for i in tl.static_range(JOINT):
+        if i > 0:
+            b_basis = tl.load(p_basis + i * D, mask=m_k[:, None] & m_c[None, :], other=0.0)
+        p_x = coded + (row + i * JOINT * rows)[:, None] * D + o_k[None, :]
+        b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+        b_out = tl.dot(b_x, b_basis, b_out, input_precision="tf32x3")
+    b_lse = tl.load(coded_lse + row, mask=m_m, other=float("-inf"))
+    b_out = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_out + b_mean[None, :])
+    own = i_bh * rows + o_m
+    tl.store(out + own[:, None] * D + o_c[None, :], b_out, mask=m_m[:, None] & m_c[None, :])
+    if JOINT > 1:
+        tl.store(lse + own, b_lse, mask=m_m & (tl.program_id(1) == 0))
 
 
 def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Tensor, Tensor]:
@@ -257,8 +270,9 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
     Returns:
         out float32 [batch, num_kv_heads, rows, head_dim] and lse float32 [batch, num_kv_heads, rows], natural.
     """
-    codes, head_dim = encoded.value_codes, value.spec.head_dim
-    batch, kv_heads, rows, _ = scores.values.shape
+    codes, head_dim, joint = encoded.value_codes, value.spec.head_dim, value.joint
+    batch, groups, rows, _ = scores.values.shape
+    kv_heads = groups * joint
     block_m = 16 if fp32_dot else 8
     gain = codes.gain
     aligned = gain.data_ptr() % 4 == 0 and all(stride % 4 == 0 for stride in gain.stride()[:2])
@@ -271,7 +285,7 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
         kv_heads, scores.length, scores.tokens_per_split, rows, math.log(2) if scores.num_splits == 1 else 1.0,
         *encoded.table,
         W=value.width, D=head_dim, BLOCK_W=max(16, power_of_two(value.width)), BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
-        GAINS=4 if aligned else 1, PAGE=encoded.page_size, SPLIT=scores.split, FP32_DOT=fp32_dot,
+        GAINS=4 if aligned else 1, PAGE=encoded.page_size, SPLIT=scores.split, JOINT=joint, FP32_DOT=fp32_dot,
         HAS_LENGTHS=encoded.lengths is not None, TRELLIS=value.code.trellis,
         num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
         maxnreg=None if fp32_dot else _MAX_REGISTERS[value.code.trellis], **pdl_launch_options(),
@@ -281,9 +295,12 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
         coded = torch.empty(batch, kv_heads, rows, head_dim, device=gain.device)
         lse = torch.empty(batch, kv_heads, rows, device=gain.device)
         merge_splits(split_out, split_lse, coded, lse)
-    out = torch.empty_like(coded)
+    rows //= joint
+    out = torch.empty(batch, kv_heads, rows, head_dim, device=gain.device)
+    own_lse = lse if joint == 1 else torch.empty(batch, kv_heads, rows, device=gain.device)
     _transform_kernel[(batch * kv_heads, cdiv(head_dim, _BLOCK_C), cdiv(rows, 16))](
-        coded, lse, value.basis, value.mean, out, kv_heads, rows, D=head_dim,
-        BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=16, BLOCK_C=_BLOCK_C, num_warps=4, **pdl_launch_options(),
+        coded, lse, value.basis, value.mean, out, own_lse, kv_heads, rows, D=head_dim,
+        BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=16, BLOCK_C=_BLOCK_C, JOINT=joint, num_warps=4,
+        **pdl_launch_options(),
     )  # fmt: skip
-    return out, lse
+    return out, own_lse
