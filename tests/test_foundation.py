@@ -89,7 +89,7 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
     assert not left
 
 
-MAX_LINES = 49_013
+MAX_LINES = 49_012
 MAX_TEST_LINES, MAX_RESEARCH_TEST_LINES = 0.787, 0.35
 """The lines of the package; those of tests for each of the package, and of tests of research for each of research.
 Code and cap do not rise in one commit: a feature that needs more deletes first, and who raises the cap does that alone

@@ -218,7 +218,7 @@ def choose_offsets(
             codec.sequence_offset = config.sequence_offset == "mean"
     if isinstance(config, BiasOffsetConfig) and config.key_offset == "bias":
         for codec, layer, bias in zip(codecs, attention().layers, attention().key_biases(), strict=True):
-            codec.key_offset, units = bias, layer.key_units(codec.key.spec.head_dim)
-            if units is not None:
+            codec.key_offset = bias
+            if config.key_units and (units := layer.key_units(codec.key.spec.head_dim)) is not None:
                 codec.key.use_units(units)
     return config

@@ -8,6 +8,7 @@ of the tensors: a layer counts as finished if all of them agree. `assemble` make
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,14 +118,10 @@ def fit_recording(
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
     if config.sink_length >= (seq_len := recording.manifest.seq_len):
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
-    if method.allocate is not None:
-        sinks = config.sink_length
-        config = method.allocate(
-            recording.spec,
-            config,
-            recording.fisher,
-            lambda layer_idx: split_samples(recording, layer_idx, sinks, device, block_tokens, folder)[0],
-        )
+    if method.allocate is not None and ranks.rank == 0:
+        read = partial(split_samples, recording, device=device, block_tokens=block_tokens, scratch=folder)
+        samples = partial(read, sink_length=config.sink_length)
+        config = method.allocate(recording.spec, config, recording.fisher, lambda layer_idx: samples(layer_idx)[0])
     description = {
         "format_version": FitManifest.VERSION,
         "method": method.name,
@@ -134,17 +131,17 @@ def fit_recording(
         "recording_sha256": json_sha256(recording.manifest.values),
         "block_tokens": block_tokens,
     }
-    share = indices
-    if ranks.count > 1:  # a layer takes about as long as its codes have bits
-        with torch.device("meta"):
-            codecs = [make_codec(method, recording.spec, config, layer_idx) for layer_idx in indices]
-        costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
-        share = [indices[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
             FitManifest.open(folder, description, overwrite=overwrite)
         ranks.wait()
-        run = FitManifest.read(folder / FitManifest.FILE)
+        run, share = FitManifest.read(folder / FitManifest.FILE), indices
+        if ranks.count > 1:  # a layer takes about as long as its codes have bits
+            config = method.config_cls(**run.config)
+            with torch.device("meta"):
+                codecs = [make_codec(method, recording.spec, config, layer_idx) for layer_idx in indices]
+            costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
+            share = [indices[index] for index in packed(costs, ranks.count)[ranks.rank]]
         for layer_idx in share:
             report, reused = LayerReport.of(folder, layer_idx, run), True
             if report is None:

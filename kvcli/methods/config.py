@@ -91,7 +91,9 @@ class CacheConfig(BaseModel):
 
 
 class BiasOffsetConfig(CacheConfig):
-    """Settings of methods that are not fitted and code keys less a constant."""
+    """Settings of methods that are not fitted and code keys less a constant; and some in `KeyCodec.use_units`."""
+
+    key_units: ClassVar[bool] = False
 
     key_offset: Literal["bias", "none"] = Field(
         default="bias",
@@ -111,6 +113,8 @@ class SequenceOffsetConfig(BiasOffsetConfig):
 
 class TurboQuantConfig(SequenceOffsetConfig):
     """Settings of TurboQuant."""
+
+    key_units: ClassVar[bool] = True
 
     k_bits: PerLayer[Literal[1, 2, 3, 4]] = Field(
         default=3, description="bits per key coordinate, the residual's sign included"
@@ -213,6 +217,8 @@ class KLTConfig(CacheConfig):
         if spec.num_kv_heads // self.head_groups % max(1, self.joint_heads):
             each = f"{spec.num_kv_heads // self.head_groups} kv heads of a group"
             raise ValueError(f"joint_heads {self.joint_heads} does not divide the {each}")
+        if (channels := self.joint_heads * max(spec.head_dim, spec.value_dim)) > 512 and self.joint_heads > 1:
+            raise ValueError(f"joint_heads {self.joint_heads} makes transforms of {channels} channels; 512 is the most")
         for fields in (self.key_fields, self.value_fields):
             if fields and [*map(len, fields)] != [spec.num_kv_heads] * spec.num_layers:
                 raise ValueError(f"fields take {spec.num_kv_heads} kv heads for each of {spec.num_layers} layers")

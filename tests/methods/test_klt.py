@@ -349,5 +349,7 @@ def test_ranks_whose_codes_have_other_sizes_are_refused() -> None:
         fitted(samples())[0].of_rank(0, 2)
     with pytest.raises(ValueError, match="joint_heads 2 does not divide the 1 kv heads of a group"):
         KLTConfig(head_groups=2, joint_heads=2).resolve(make_spec())
+    with pytest.raises(ValueError, match="joint_heads 2 makes transforms of 528 channels; 512 is the most"):
+        KLTConfig(joint_heads=2).resolve(make_spec(264))
     with pytest.raises(ValueError, match="head_groups 3 does not divide the 2 kv heads"):
         get_method("klt").build(make_spec(), KLTConfig(head_groups=3), 0)

@@ -43,8 +43,10 @@ def codecs_of(
         raise UnsupportedModelError(f"layers of {min(others)} beside codes in pages are not supported")
     if ranks > 1 and not fitted:
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, kv_heads // ranks))
-    with_biases = issubclass(choice.record.config_cls, BiasOffsetConfig) and choice.named.get("key_offset") != "none"
-    read_projections(model, weights, with_weights=fitted or choice.recipe is not None, with_biases=with_biases)
+    kind, with_weights = choice.record.config_cls, fitted or choice.recipe is not None
+    with_biases = issubclass(kind, BiasOffsetConfig) and choice.named.get("key_offset") != "none"
+    with_norms = with_biases and getattr(kind, "key_units", False)
+    read_projections(model, weights, with_weights=with_weights, with_biases=with_biases, with_norms=with_norms)
     digest = None if weights is None else lambda: fingerprint(model, whole)
     exact, codecs = choice.codecs(spec, lambda: attention_of_config(model), digest)
     check_codecs(choice.method, codecs)
@@ -86,22 +88,21 @@ def _rank() -> int:
 
 
 def read_projections(
-    model: nn.Module, weights: Callable[[], Path] | None, *, with_weights: bool, with_biases: bool
+    model: nn.Module, weights: Callable[[], Path] | None, *, with_weights: bool, with_biases: bool, with_norms: bool
 ) -> None:
     """Gives projections of keys and values on `meta` the first column of their weights, keys their biases and norms.
 
     ModelError: these are not in the checkpoint as safetensors of floating point. Random weights have no biases.
     """
-    kinds = ("k_proj", "v_proj", "k_norm", "q_norm")
+    kinds = ("k_proj", "v_proj", *("k_norm", "q_norm") * with_norms)
     named = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in kinds}
     if weights is None:
         for module in named.values():
             module.bias = None
         return
-    norms = {f"{name}.weight" for name, x in named.items() if name.endswith("_norm") and hasattr(x, "weight")}
-    wanted = {f"{name}.weight" for name in named if with_weights and name.endswith("_proj")}
+    norms = {f"{name}.{part}" for name, x in named.items() if name.endswith("norm") for part, _ in x.named_parameters()}
+    wanted = norms | {f"{name}.weight" for name in named if with_weights and name.endswith("_proj")}
     if with_biases:
-        wanted |= norms
         wanted |= {f"{name}.bias" for name, x in named.items() if name.endswith("k_proj") and x.bias is not None}
     for path in sorted(weights().glob("*.safetensors")) if wanted else ():
         with safe_open(path, framework="pt") as file:

@@ -126,12 +126,9 @@ def _power(matrix: Tensor, power: float) -> Tensor:
 
 
 def allocate(
-    spec: ModelSpec,
-    config: KLTConfig,
-    fisher: Sequence[LayerFisher] | None,
-    samples: Callable[[int], LayerSamples] | None = None,
-    code: Code = SCALAR,
-) -> KLTConfig:
+    spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] | None,
+    samples: Callable[[int], LayerSamples] | None = None, code: Code = SCALAR,
+) -> KLTConfig:  # fmt: skip
     """The settings with the groups of heads that share a transform, and their fields, `bits` per value on average.
 
     Costs of a group are raised to a power below 1 of their level, because Fisher information overrates how much heads
@@ -152,20 +149,18 @@ def allocate(
             covariances = [_of_groups(y, joint) for y in (x.key_covariance, x.value_covariance)]
             if samples is not None:
                 recorded = samples(index)
-                covariances = [_moments(y, joint)[1].cpu() for y in (recorded.keys, recorded.values)]
-            tile = tile_rotation(angles * (index not in spec.unrotated))
-            keys.append(_key_transform(x.key_unweighted, in_tiles(covariances[0], tile, joint), tile, joint))
-            values.append(_value_transform(x.value_unweighted, covariances[1], joint))
+                covariances = [_moments(y, joint)[1] for y in (recorded.keys, recorded.values)]
+            of_keys, of_values = (y.to(covariances[0].device) for y in (x.key_unweighted, x.value_unweighted))
+            tile = tile_rotation((angles * (index not in spec.unrotated)).to(of_keys.device))
+            keys.append(_key_transform(of_keys, in_tiles(covariances[0], tile, joint), tile, joint))
+            values.append(_value_transform(of_values, covariances[1], joint))
         costs = _weighted(keys, _KEY_EVENNESS), _weighted(values, _VALUE_EVENNESS)
         # a bit of wider values is more in the average
         most = 0.0 if spec.value_dim != spec.head_dim else min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits)
         moved = int(most * len(costs[0])) / len(costs[0])
         shares = [share(code, x, config.bits + more, *groups) for x, more in zip(costs, (-moved, moved), strict=True)]
-    count = spec.num_kv_heads // joint
-    fields = [
-        tuple(tuple(y for y in x[first : first + count] for _ in range(joint)) for first in range(0, len(x), count))
-        for x in shares
-    ]
+    heads, shares = spec.num_kv_heads, [[fields for fields in x for _ in range(joint)] for x in shares]
+    fields = [tuple(tuple(x[first : first + heads]) for first in range(0, len(x), heads)) for x in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1], "joint_heads": joint})
 
 

@@ -80,10 +80,11 @@ def test_the_line_that_is_printed_does_what_is_run(method: str, stand_in: Path, 
         assert {x: y for x, y in made.items() if re.match("KVCLI_[MARS]|VLLM_API", x) and y} == variables
 
 
-def test_windows_are_left_to_vllm(stand_in: Path, tmp_path: Path) -> None:
-    """Which of vLLM's backends such layers have is not said."""
+@pytest.mark.parametrize("method", ["kivi-2", "fp8"])
+def test_windows_are_left_to_vllm(method: str, stand_in: Path, tmp_path: Path) -> None:
+    """Which of vLLM's backends such layers have is not said; norms are read for methods alone that code in units."""
     tiny_config("gemma3_text").save_pretrained(tmp_path / "gemma")
-    command = ["serve", str(tmp_path / "gemma"), "--engine", "vllm", "--port", "0", "--method", "kivi-2"]
+    command = ["serve", str(tmp_path / "gemma"), "--engine", "vllm", "--port", "0", "--method", method]
     ran: list[Any] = []
     with patch("os.execve", lambda *call: (ran.append(call), sys.exit(0))):
         invoke(*command)

@@ -35,7 +35,8 @@ def groups_of(llm: Any) -> dict[str, tuple[int, int]]:
 def test_windows_are_those_of_vllm(family: str, name: str, ask: Any, tmp_path: Path) -> None:
     """Soft caps, sinks as logits and biases among them; prompts are read in chunks, and are longer than windows."""
     model, settings = make(family, **SIZES), {} if name == "klt" else {"sequence_offset": "none"}
-    artifact = fitted(model, name, tmp_path) if name == "klt" else None
+    # values of two heads have more channels than hidden states: of those that are 0, codes are up or down by rounding
+    artifact = fitted(model, name, tmp_path, joint_heads=1) if name == "klt" else None
     ask(name, artifact, **settings)
     prompts = prompts_of(model, 20, 9, 70, 150)
     with engine(saved(model, tmp_path), max_num_batched_tokens=64, max_num_seqs=4) as llm:
